@@ -19,6 +19,7 @@ class Options:
         stall: a pin whose bytes did not move for this long is revoked.
         max_frame: largest frame that is decoded.
         threads: copy and digest threads a process uses for one transfer.
+        transport: ``"shm"`` or ``"gloo"`` for everything; ``"auto"``: shared memory on one host, gloo across.
     """
 
     connect_timeout: float = 60.0
@@ -28,11 +29,12 @@ class Options:
     stall: float = 10.0
     max_frame: int = 256 << 20
     threads: int = 1
+    transport: str = "auto"
 
     @classmethod
-    def from_environment(cls, **overrides: float) -> Self:
+    def from_environment(cls, **overrides: float | str) -> Self:
         """Return the defaults, changed by ``SYNCLINE_*`` variables, then by ``overrides``."""
-        kinds = {"int": int, "float": float}
+        kinds = {"int": int, "float": float, "str": str}
         found = {
             f.name: kinds[str(f.type)](text)
             for f in fields(cls)

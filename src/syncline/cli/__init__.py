@@ -1,0 +1,22 @@
+"""The command line: ``syncline demo``, ``serve``, ``verify``, ``clean``."""
+
+from __future__ import annotations
+
+import typer
+
+from syncline.cli.clean import clean
+from syncline.cli.demo import demo
+from syncline.cli.serve import serve
+from syncline.cli.verify import verify
+
+app = typer.Typer(
+    name="syncline",
+    help="Weight sync at line rate for reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _command in (demo, serve, verify, clean):
+    app.command()(_command)
+
+__all__ = ["app"]

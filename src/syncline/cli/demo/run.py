@@ -1,0 +1,230 @@
+"""The demo: two FSDP2 ranks fine-tune SmolLM2 while two differently cut instances receive every version."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from syncline.cli.demo.fleet import Child, Fleet
+from syncline.cli.model import is_prepared, prepare
+from syncline.errors import EffectiveMismatchError, SynclineError
+from syncline.meta import clean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncline.cli.demo.screen import Screen
+
+TRAINERS = 2
+INSTANCES = {"a": 1, "b": 3}
+_START, _TRAIN, _STEP = 150.0, 200.0, 90.0  # seconds that each stage may take
+
+
+@dataclass
+class Result:
+    """What one run found.
+
+    Attributes:
+        versions: number of versions that every instance received.
+        tensors: checkpoint tensors of each.
+        coverage: smallest coverage of any update.
+        before, after: answer by instance.
+        reports: every update.
+        published: what trainer rank 0 told of each version.
+        memcpy_ratio: seconds of a memcpy of as many bytes by all ranks at once, over those of the transfer.
+        effective: tensors compared with the trainer's own checkpoint, by rank's name.
+    """
+
+    versions: int = 0
+    tensors: int = 0
+    coverage: float = 0.0
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    published: list[dict[str, Any]] = field(default_factory=list)
+    memcpy_ratio: float = 0.0
+    effective: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def last_line(self) -> str:
+        """The line that a run ends with."""
+        return (
+            f"demo: {self.versions} versions, {self.tensors} tensors, {100 * self.coverage:.2f}% covered, "
+            "delivered and effective equal"
+        )
+
+
+def run(cache: Path, work: Path, keep: Path | None, steps: int, screen: Screen) -> Result:
+    """Run the demo.
+
+    Args:
+        cache: where the prepared model is kept between runs.
+        work: for logs and rendezvous files.
+        keep: where the trainer's checkpoint and the ranks' dumps stay; None: nowhere.
+        steps: optimizer steps; a version each.
+        screen: shows what happens.
+
+    Raises:
+        EffectiveMismatchError: an instance does not hold the trainer's weights, or says something else.
+        SynclineError: a process failed.
+    """
+    if not is_prepared(cache):
+        screen.status("preparing SmolLM2-135M-Instruct (once)")
+    model = prepare(cache)
+    result = Result()
+    job = f"demo-{os.getpid()}"
+    outcome = (keep or work).resolve()
+    outcome.mkdir(parents=True, exist_ok=True)
+
+    def on_event(child: Child, event: dict[str, Any]) -> None:
+        if event["kind"] == "updated":
+            result.reports.append(event["report"])
+            screen.updated(event["report"])
+        elif event["kind"] == "published" and child.name == "trainer 0":
+            result.published.append(event)
+            screen.published(event)
+
+    environment = {"SYNCLINE_RUN_DIR": str(work / "run"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with Fleet(work, environment, on_event) as fleet:
+        stage = _Stages(fleet, screen, result, outcome)
+        stage.start(model, work, job, steps)
+        stage.train(steps)
+        stage.prove(steps)
+    clean(job, root=work / "run")
+    (outcome / "demo.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts(result)), indent=2))
+    return result
+
+
+class _Stages:
+    """The run, stage by stage."""
+
+    def __init__(self, fleet: Fleet, screen: Screen, result: Result, outcome: Path) -> None:
+        self._fleet, self._screen, self._result = fleet, screen, result
+        self._checkpoint = outcome / "checkpoint"
+        self._dumps = outcome / "dumps"
+        self._dumps.mkdir(exist_ok=True)
+        self._trainers: list[Child] = []
+        self._engines: dict[str, list[Child]] = {}
+
+    def start(self, model: Path, work: Path, job: str, steps: int) -> None:
+        """Start all processes and hear what the instances say with the weights that they loaded."""
+        self._screen.status(
+            "starting 2 trainer ranks, and instances a (1 process) and b (3, tensor-parallel)"
+        )
+        for rank in range(TRAINERS):
+            arguments = (model, work / "trainers", rank, TRAINERS, job, steps, self._checkpoint)
+            self._trainers.append(
+                self._fleet.start(f"trainer {rank}", "syncline.cli.demo.trainer", *arguments)
+            )
+        for name, world in INSTANCES.items():
+            self._engines[name] = [
+                self._fleet.start(
+                    f"instance {name} rank {rank}",
+                    "syncline.cli.demo.engine",
+                    *(model, work / f"instance-{name}", name, rank, world, job),
+                )
+                for rank in range(world)
+            ]
+        ready = self._fleet.take(self._trainers, "ready", _START)
+        self._fleet.take(self._ranks, "ready", _START)
+        self._result.tensors = ready[0]["tensors"]
+        self._result.before = self._ask("before")
+
+    def train(self, steps: int) -> None:
+        """Train, while the instances follow."""
+        self._screen.status(f"training: {steps} optimizer steps, a version each")
+        self._fleet.tell(self._trainers, do="train")
+        self._fleet.take(self._trainers, "trained", _TRAIN)
+        for _ in range(steps):  # a report follows its commit, which is all that the trainers wait for
+            self._fleet.take(self._leaders, "updated", _STEP)
+        got = {name: [r for r in self._result.reports if r["instance"] == name] for name in INSTANCES}
+        self._result.versions = min(len({r["key"] for r in reports}) for reports in got.values())
+        self._result.coverage = min((r["coverage"] for r in self._result.reports), default=0.0)
+        if self._result.versions != steps:
+            raise SynclineError(
+                "an instance did not receive every version",
+                expected=f"{steps} versions",
+                found={name: [r["key"] for r in reports] for name, reports in got.items()},
+            )
+        self._result.after = self._ask("after")
+        self._check_answers()
+
+    def prove(self, steps: int) -> None:
+        """Compare every live tensor with the trainer's own checkpoint, and keep what was asked for."""
+        self._screen.status("measuring memcpy")
+        self._measure(steps)
+        self._screen.status("writing the trainer's own checkpoint")
+        self._fleet.tell(self._trainers, do="save")
+        self._fleet.take(self._trainers, "saved", _STEP)
+        self._screen.status("comparing every live tensor with a fresh load of it")
+        for name, ranks in self._engines.items():
+            self._fleet.tell(ranks, do="effective", checkpoint=str(self._checkpoint))
+            for child, event in zip(ranks, self._fleet.take(ranks, "effective", _STEP), strict=True):
+                if event["diffs"]:
+                    raise EffectiveMismatchError(
+                        f"instance {name} does not hold the trainer's weights",
+                        rank=child.name,
+                        found="; ".join(event["diffs"][:5]),
+                    )
+                self._result.effective[child.name] = event["tensors"]
+        for child in self._ranks:
+            child.tell(do="dump", path=str(self._dumps / f"{child.name.replace(' ', '-')}.safetensors"))
+        self._fleet.take(self._ranks, "dump", _STEP)
+
+    @property
+    def _leaders(self) -> list[Child]:
+        return [ranks[0] for ranks in self._engines.values()]
+
+    @property
+    def _ranks(self) -> list[Child]:
+        return [child for ranks in self._engines.values() for child in ranks]
+
+    def _ask(self, when: str) -> dict[str, str]:
+        self._screen.status(f"asking both instances ({when})")
+        self._fleet.tell(self._leaders, do="answer")
+        events = self._fleet.take(self._leaders, "answer", _STEP)
+        answers = {name: event["text"] for name, event in zip(self._engines, events, strict=True)}
+        for name, text in answers.items():
+            self._screen.answered(name, when, text)
+        return answers
+
+    def _check_answers(self) -> None:
+        before, after = self._result.before, self._result.after
+        if len(set(after.values())) != 1 or any(before[name] == after[name] for name in INSTANCES):
+            raise EffectiveMismatchError(
+                "the instances do not say what they should after the last version",
+                expected="one new answer from both",
+                found={"before": before, "after": after},
+            )
+
+    def _measure(self, steps: int) -> None:
+        """Time a memcpy of as many bytes as the last version moved, in all ranks at once."""
+        last = [r for r in self._result.reports if r["key"].endswith(f".{steps}")]
+        sizes = {r["instance"]: [int(rank["nbytes"]) for rank in r["ranks"]] for r in last}
+        at = time.time() + 1.0
+        for name, ranks in self._engines.items():
+            for child, nbytes in zip(ranks, sizes[name], strict=True):
+                child.tell(do="memcpy", nbytes=nbytes, at=at)
+        copies = self._fleet.take(self._ranks, "memcpy", _STEP)
+        transfers = [float(rank["transfer_s"]) for report in last for rank in report["ranks"]]
+        self._result.memcpy_ratio = max(c["seconds"] for c in copies) / max(transfers)
+
+
+def facts(result: Result) -> dict[str, Any]:
+    """Return a result for JSON."""
+    return {
+        "versions": result.versions,
+        "tensors": result.tensors,
+        "coverage": result.coverage,
+        "instances": INSTANCES,
+        "before": result.before,
+        "after": result.after,
+        "memcpy_ratio": result.memcpy_ratio,
+        "effective": result.effective,
+        "published": result.published,
+        "updates": result.reports,
+    }

@@ -1,0 +1,134 @@
+"""What one rank proves before it reports: it received what was published, and that stands in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from syncline.errors import DigestMismatchError
+from syncline.plan import DigestRows
+from syncline.protocol import messages as m
+from syncline.store.offer import decode_digests
+from syncline.transport.base import Limits
+from syncline.transport.sources import SourceDigests
+from syncline.verify.delivered import Published, collect, mismatched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncline.memory import Binding
+    from syncline.plan import Hops, Plan
+    from syncline.protocol.ids import Fence, VersionKey
+    from syncline.store.member import Member
+    from syncline.store.pull import Outcome, Route
+
+_SHOWN = 5
+
+
+class Proof:
+    """Proofs of one reader rank.
+
+    Args:
+        member: the process.
+        table: name of the table.
+        who: the rank in words.
+        binding: returns where this rank's storages lie now.
+    """
+
+    def __init__(self, member: Member, table: str, who: str, binding: Callable[[], Binding]) -> None:
+        self._member, self._table, self._who, self._binding = member, table, who, binding
+        self._installed: tuple[bytes, SourceDigests] | None = None
+
+    def check(
+        self, fence: Fence, begun: m.Begun, route: Route, outcome: Outcome, deadline: float
+    ) -> dict[str, int | float | str]:
+        """Prove one update at its level; return figures for display.
+
+        Raises:
+            DigestMismatchError: bytes differ; names tensor, rank and place.
+            ReplicaDivergenceError: writers' replicas differ.
+            DeadlineError: a writer's digests did not come; names the writers.
+        """
+        if begun.level == "none" or outcome.digests is None:
+            return {}
+        published = self._published(fence, begun.key, route.plan, deadline)
+        self._compare(published, route, outcome.digests, "delivered")
+        if begun.level == "delivered":
+            return {"hops_proved": len(route.hops)}
+        self._compare(published, route, self.installed(route, deadline), "installed")
+        return {"hops_proved": len(route.hops), "installed": 1}
+
+    def installed(self, route: Route, deadline: float) -> NDArray[np.uint64]:
+        """Return u64[H]: digests of what stands in live memory now, read again."""
+        known = self._installed
+        if known is None or known[0] != route.plan.id:
+            known = self._installed = route.plan.id, SourceDigests(route.plan, _live_rows(route.hops))
+        program = known[1]
+        program.rebind(self._binding())
+        running = program.start(Limits(deadline=deadline, threads=self._member.options.threads))
+        running.wait(deadline)
+        return running.digests if running.digests is not None else np.zeros(0, np.uint64)
+
+    def _published(self, fence: Fence, key: VersionKey, plan: Plan, deadline: float) -> Published:
+        reply: m.DigestBlobs = self._member.ask(
+            m.FetchDigests(fence, self._table, key, plan.id, deadline), deadline
+        )
+        columns = [
+            decode_digests(blob, plan.piece_count, f"writer {rank}") for rank, blob in enumerate(reply.blobs)
+        ]
+        return collect(plan, columns)
+
+    def _compare(self, published: Published, route: Route, digests: NDArray[np.uint64], level: str) -> None:
+        bad = mismatched(published, route.hops, digests)
+        if len(bad):
+            raise self._mismatch(route, bad, level)
+
+    def _mismatch(self, route: Route, bad: NDArray[np.int64], level: str) -> DigestMismatchError:
+        plan, hops = route.plan, route.hops
+        first = int(bad[0])
+        name = plan.names[int(hops.tensor[first])]
+        ndim = int(plan.ndim[int(hops.tensor[first])])
+        corner, size = hops.offset[first, :ndim].tolist(), hops.size[first, :ndim].tolist()
+        box = ", ".join(f"{o}:{o + s}" for o, s in zip(corner, size, strict=True))
+        also = sorted({plan.names[int(t)] for t in hops.tensor[bad]} - {name})[:_SHOWN]
+        return DigestMismatchError(
+            f"the {level} bytes are not the published ones, in {len(bad)} of {len(hops)} boxes",
+            tensor=name,
+            rank=f"{self._who}, from writer {int(hops.src[first])}",
+            expected=f"the digest of [{box}] as its writer published it",
+            found=_second_pass(route, first) + (f"; also in {', '.join(also)}" if also else ""),
+            hint="the instance stays paused until a full update succeeds",
+        )
+
+
+def _live_rows(hops: Hops) -> DigestRows:
+    """Return rows that digest the destinations of hops, one a hop."""
+    return DigestRows(
+        piece=np.arange(len(hops), dtype=np.int32),
+        tensor=hops.tensor,
+        offset=hops.offset,
+        size=hops.size,
+        src_storage=hops.dst_storage,
+        src_base=hops.dst_base,
+        src_stride=hops.dst_stride,
+        src_dtype=hops.dst_dtype,
+        dtype=hops.dst_dtype,
+        nbytes=hops.nbytes,
+    )
+
+
+def _second_pass(route: Route, hop: int) -> str:
+    """Compare source and destination element by element, where the source can still be read."""
+    for lane in route.lanes:
+        at = np.flatnonzero(lane.rows == hop)
+        locate = getattr(lane.program, "locate", None)
+        if len(at) == 0 or locate is None:
+            continue
+        found = locate(int(at[0]))
+        if found is None:
+            return "bytes equal to the writer's memory now: it changed inside its read window"
+        return f"first differing element {found.index}, in digest block {found.block}"
+    return "another digest; the source cannot be read again over this transport"

@@ -1,0 +1,237 @@
+"""Behind `publish`: announce a version, digest it once for all readers, send to those that cannot pull."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from syncline import faults
+from syncline.errors import DeadlineError, ReplicaDivergenceError, SynclineError
+from syncline.protocol import messages as m
+from syncline.store.offer import Offer, encode_digests
+from syncline.store.send import Sender
+from syncline.transport.base import Limits, Rights
+from syncline.transport.sources import SourceDigests
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncline.memory import Binding
+    from syncline.plan import DigestRows, Plan
+    from syncline.protocol.ids import Fence, VersionKey
+    from syncline.protocol.parts import InstanceLayout, RankLayout
+    from syncline.store.adapter import TrainerAdapter
+    from syncline.store.member import Member
+    from syncline.store.publication import Publication
+
+logger = logging.getLogger(__name__)
+
+_IDLE = 30.0
+_PATIENCE = 5.0
+
+
+class Publisher:
+    """The threads of one trainer rank: one publishes, one waits for readers that need something more.
+
+    Args:
+        member: the process.
+        adapter: of its trainer.
+        fence: the rank's own.
+        table: name of the table.
+        descriptors: a read-only descriptor of each shared region, by region id.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        adapter: TrainerAdapter,
+        fence: Fence,
+        table: str,
+        descriptors: Mapping[int, int],
+    ) -> None:
+        self._member, self._adapter, self._fence, self._table = member, adapter, fence, table
+        self._descriptors = descriptors
+        self._book = member.plans(fence)
+        self._writers: tuple[RankLayout, ...] = ()
+        self._offer: tuple[int, bytes] = (-1, b"")
+        self._digester = Digester(adapter.rank, member.options.threads)
+        self._digesting = threading.Lock()
+        self._delivered: set[tuple[VersionKey, bytes]] = set()
+        self._sender = Sender(member, adapter.rank)
+        self._queue: queue.SimpleQueue[Publication | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._publish_all, name=f"syncline publish {adapter.rank}", daemon=True),
+            threading.Thread(target=self._serve, name=f"syncline serve {adapter.rank}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, publication: Publication) -> None:
+        """Publish in the background; `Publication.finish` is called at the end."""
+        self._queue.put(publication)
+
+    def close(self) -> None:
+        """End the publishing thread; the serving one ends with the member."""
+        self._closing.set()
+        self._queue.put(None)
+        self._threads[0].join(_PATIENCE)
+
+    # --- publishing
+
+    def _publish_all(self) -> None:
+        while (publication := self._queue.get()) is not None:
+            try:
+                self._publish(publication)
+            except SynclineError as error:
+                self._abort(publication, error)
+            except BaseException as error:
+                logger.exception("publishing version %s failed", publication.number)
+                self._abort(publication, SynclineError("publishing failed", found=error))
+            else:
+                publication.finish()
+
+    def _publish(self, publication: Publication) -> None:
+        binding = self._adapter.binding()
+        faults.point("writer.before_put")
+        reply: m.PutDone = self._member.ask(
+            m.Put(
+                self._fence,
+                self._table,
+                publication.number,
+                binding.fingerprint,
+                binding.generation,
+                "live",
+                self._offered(binding),
+            )
+        )
+        publication.key = reply.key
+        publication.readers = tuple(one.name for one in reply.membership)
+        if not reply.membership:
+            logger.info("version %s: no reader is registered", reply.key)
+            return
+        faults.point("writer.before_digest")
+        self._digest(reply.key, reply.membership, binding)
+
+    def _offered(self, binding: Binding) -> bytes:
+        """Return the offer of a binding; regions are exported when the binding is new."""
+        if self._offer[0] != binding.generation:
+            tickets = []
+            for region in binding.regions.values():
+                registration = self._member.shm.register(region, self._descriptors[region.id])
+                tickets.append(self._member.shm.export(registration, Rights.READ, self._fence).encode())
+            self._offer = binding.generation, Offer(binding.to_wire(), tuple(tickets)).encode()
+        return self._offer[1]
+
+    def _abort(self, publication: Publication, error: SynclineError) -> None:
+        logger.warning("version %s is given up: %s", publication.number, error)
+        publication.finish(error)
+        if publication.key is None:
+            return
+        try:
+            self._member.ask(m.AbortVersion(self._fence, self._table, publication.key, error.what), _PATIENCE)
+        except SynclineError as unheard:
+            logger.debug("the version is over already: %s", unheard.what)
+
+    # --- digests
+
+    def _plan(self, instances: Sequence[InstanceLayout]) -> Plan:
+        if not self._writers:
+            seconds = self._member.options.connect_timeout
+            members: m.Members = self._member.ask(m.AwaitMembers(self._fence, self._table, seconds), seconds)
+            self._writers = members.writers
+        return self._book.plan(self._writers, instances)
+
+    def _digest(self, key: VersionKey, instances: Sequence[InstanceLayout], binding: Binding) -> None:
+        """Digest what this rank holds, under the plan of these instances, and deliver it: once a version."""
+        with self._digesting:
+            plan = self._plan(instances)
+            if (key, plan.id) in self._delivered:
+                return
+            blob = self._digester.run(plan, binding, self._member.options.update_timeout)
+            faults.point("writer.before_digests")
+            self._member.ask(m.Digests(self._fence, self._table, key, plan.id, blob))
+            self._delivered = {done for done in self._delivered if done[0] == key} | {(key, plan.id)}
+
+    # --- readers that need more than memory
+
+    def _serve(self) -> None:
+        served: dict[str, int] = {}
+        while not self._closing.is_set():
+            try:
+                request = m.AwaitPulls(self._fence, self._table, served, _IDLE)
+                pulls: m.Pulls = self._member.ask(request, _IDLE)
+            except DeadlineError:
+                continue
+            except SynclineError as error:
+                if not self._closing.is_set():
+                    logger.warning("writer %d serves no more: %s", self._adapter.rank, error)
+                return
+            for pull in pulls.pulls:
+                served[pull.instance] = pull.begun.attempt
+                self._serve_one(pull)
+
+    def _serve_one(self, pull: m.Pull) -> None:
+        """Give an instance that joined late its digests; send to one that cannot reach this memory."""
+        try:
+            binding = self._adapter.binding()
+            plan = self._plan(pull.begun.membership)
+            self._sender.serve(pull, plan, binding)
+            if pull.begun.level != "none":
+                self._digest(pull.begun.key, pull.begun.membership, binding)
+        except SynclineError as error:
+            if not self._closing.is_set():
+                logger.warning("instance %s was not served: %s", pull.instance, error)
+
+
+class Digester:
+    """Digests a rank's pieces; compiled once a plan, rebound when storages moved.
+
+    Args:
+        rank: of the writer.
+        threads: of one run.
+    """
+
+    def __init__(self, rank: int, threads: int) -> None:
+        self._rank, self._threads = rank, threads
+        self._compiled: tuple[bytes, DigestRows, SourceDigests] | None = None
+        self._bound: tuple[bytes, int] | None = None
+
+    def run(self, plan: Plan, binding: Binding, deadline: float) -> bytes:
+        """Return the encoded digests of everything the rank holds of the plan.
+
+        Raises:
+            ReplicaDivergenceError: a piece that the rank holds twice, with different contents.
+            DeadlineError: not done in time.
+        """
+        if self._compiled is None or self._compiled[0] != plan.id:
+            rows = plan.digest_rows(self._rank)
+            self._compiled = plan.id, rows, SourceDigests(plan, rows)
+        _, rows, program = self._compiled
+        if self._bound != (plan.id, binding.generation):
+            program.rebind(binding)
+            self._bound = plan.id, binding.generation
+        running = program.start(Limits(deadline=deadline, threads=self._threads))
+        running.wait(deadline)
+        digests = running.digests if running.digests is not None else np.zeros(0, np.uint64)
+        pieces, first = np.unique(rows.piece, return_index=True)
+        if len(pieces) != len(rows):
+            self._check_copies(plan, rows, digests)
+        return encode_digests(pieces, digests[first])
+
+    def _check_copies(self, plan: Plan, rows: DigestRows, digests: np.ndarray) -> None:
+        same = rows.piece[1:] == rows.piece[:-1]
+        differs = np.flatnonzero(same & (digests[1:] != digests[:-1]))
+        if len(differs):
+            row = int(differs[0])
+            raise ReplicaDivergenceError(
+                "one box is held twice by one rank, with different contents",
+                tensor=plan.names[int(rows.tensor[row])],
+                rank=f"writer {self._rank}",
+                expected="equal copies (they are declared aliases)",
+                found=f"{len(differs)} differing pieces",
+            )

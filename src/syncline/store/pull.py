@@ -1,0 +1,262 @@
+"""The data path of one reader rank: from a version's offers to bytes in its own memory, with their digests.
+
+Everything that does not change between two versions is made once: plans by their inputs, programs by their
+plan, links by their peer. A changed binding, on either side, only rebinds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from syncline.errors import DeadlineError, PlanError
+from syncline.memory import Binding
+from syncline.store.offer import Offer
+from syncline.transport.base import Endpoint, Limits, Remote, Side, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncline.plan import Hops, Plan
+    from syncline.protocol.ids import Fence
+    from syncline.protocol.parts import WriterSource
+    from syncline.store.member import Member
+    from syncline.transport.base import Link, Program, Transfer, Transport
+
+_LOOK = 0.25  # seconds between two reports of progress
+
+
+@dataclass(slots=True)
+class Lane:
+    """The hops of one rank that one transport moves.
+
+    Attributes:
+        transport: which.
+        rows: i64[H'], indices into the rank's hops.
+        program: compiled once.
+        bound: what the program is bound to: generations and links.
+    """
+
+    transport: Transport
+    rows: NDArray[np.int64]
+    hops: Hops
+    program: Program
+    bound: object = None
+
+
+@dataclass(slots=True)
+class Route:
+    """One rank's share of one plan, compiled."""
+
+    plan: Plan
+    hops: Hops
+    lanes: list[Lane]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One writer rank as it offers a version, decoded."""
+
+    endpoint: Endpoint
+    binding: Binding
+    tickets: tuple[Ticket, ...]
+    version: tuple[int, int]  # member, binding generation: what changes when anything above does
+
+    @classmethod
+    def of(cls, place: WriterSource) -> Source:
+        """Decode an offer.
+
+        Raises:
+            ProtocolError, ManifestError, TransportError: bytes that are not one.
+        """
+        offer = Offer.decode(place.binding)
+        return cls(
+            Endpoint.from_text(place.endpoint),
+            Binding.from_wire(offer.binding),
+            tuple(Ticket.decode(ticket) for ticket in offer.tickets),
+            (place.member, place.binding_generation),
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run did: bytes moved, seconds, and u64[H] digests in the order of the hops, if asked for."""
+
+    nbytes: int
+    seconds: float
+    digests: NDArray[np.uint64] | None
+
+
+@dataclass(slots=True)
+class Puller:
+    """Pulls versions into the memory of one reader rank.
+
+    Attributes:
+        member: the process.
+        only: the transport to use for everything; by default shared memory on one host, gloo across hosts.
+    """
+
+    member: Member
+    only: str | None = None
+    _routes: dict[bytes, Route] = field(default_factory=dict)
+    _sources: dict[tuple[int, int], Source] = field(default_factory=dict)
+    _links: dict[object, Link] = field(default_factory=dict)
+
+    def route(self, plan: Plan, instance: str, rank: int) -> Route:
+        """Return the rank's share of a plan, compiled at its first use."""
+        found = self._routes.get(plan.id)
+        if found is None:
+            hops = plan.reader(instance, rank)
+            lanes = [
+                Lane(transport, rows, part, transport.compile(plan, part, Side.DESTINATION))
+                for transport, rows in self._split(plan, hops, instance, rank)
+                for part in [hops.take(rows)]
+            ]
+            found = Route(plan, hops, lanes, int(hops.nbytes.sum()))
+            self._routes = {plan.id: found}  # a plan that was replaced does not come back
+        return found
+
+    def bind(
+        self, route: Route, places: Sequence[WriterSource], local: Binding, fence: Fence, deadline: float
+    ) -> None:
+        """Link to the writers and point the route's programs at where both sides' storages lie now.
+
+        Args:
+            route: of the plan that the writers' manifests gave.
+            places: by writer rank.
+            local: of this rank's manifest.
+            fence: of the update.
+            deadline: seconds.
+
+        Raises:
+            PlanError: a writer's or this rank's binding is of another manifest.
+            TransportError, PeerLostError, RevokedError: a writer cannot be reached.
+        """
+        sources = self._decoded(places)
+        until = time.monotonic() + deadline
+        for lane in route.lanes:
+            self._bind_lane(lane, sources, local, fence, until)
+
+    def run(
+        self,
+        route: Route,
+        fence: Fence,
+        deadline: float,
+        *,
+        digest: bool,
+        report: Callable[[int], None] = lambda _nbytes: None,
+    ) -> Outcome:
+        """Move every byte of the route; ``report`` hears of progress now and then.
+
+        Raises:
+            DeadlineError, PeerLostError, RevokedError, TransportError: from a lane; the others are cancelled.
+        """
+        began = time.monotonic()
+        limits = Limits(deadline=deadline, threads=self.member.options.threads)
+        running: list[Transfer] = []
+        try:
+            for lane in route.lanes:
+                started = lane.transport.start(lane.program, fence, limits, digest=digest)
+                running.append(started)  # one by one: what was started is cancelled if the next one fails
+            _await(running, report)
+        except BaseException:
+            for transfer in running:
+                transfer.cancel(self.member.options.stall)
+            raise
+        moved = sum(transfer.poll().nbytes for transfer in running)
+        digests = _joined(route, running) if digest else None
+        return Outcome(moved, time.monotonic() - began, digests)
+
+    def _split(
+        self, plan: Plan, hops: Hops, instance: str, rank: int
+    ) -> list[tuple[Transport, NDArray[np.int64]]]:
+        mine = plan.reader_hosts[instance][rank]
+        names = np.array([lane_of(host, mine, self.only) for host in plan.writer_hosts])
+        chosen = names[hops.src] if len(hops) else np.zeros(0, dtype=np.str_)
+        return [
+            (self.member.transport(str(name)), np.flatnonzero(chosen == name)) for name in np.unique(chosen)
+        ]
+
+    def _decoded(self, places: Sequence[WriterSource]) -> dict[int, Source]:
+        found: dict[int, Source] = {}
+        for place in places:
+            key = (place.member, place.binding_generation)
+            source = self._sources.get(key) or Source.of(place)
+            if source.binding.fingerprint != place.manifest_fp:
+                raise PlanError(
+                    "a writer's binding is of another manifest than its put",
+                    rank=f"writer {place.rank}",
+                    expected=place.manifest_fp.hex(),
+                    found=source.binding.fingerprint.hex(),
+                )
+            found[place.rank] = source
+        self._sources = {source.version: source for source in found.values()}
+        return found
+
+    def _bind_lane(
+        self, lane: Lane, sources: Mapping[int, Source], local: Binding, fence: Fence, until: float
+    ) -> None:
+        ranks = np.unique(lane.hops.src).tolist()
+        links = {rank: self._link(lane, sources[rank], fence, until) for rank in ranks}
+        state = (
+            local.generation,
+            local.fingerprint,
+            tuple((rank, sources[rank].version, id(links[rank])) for rank in ranks),
+        )
+        if lane.bound != state:
+            remotes = {rank: Remote(links[rank], sources[rank].binding) for rank in ranks}
+            lane.program.rebind(local, remotes)
+            lane.bound = state
+
+    def _link(self, lane: Lane, source: Source, fence: Fence, until: float) -> Link:
+        name = lane.transport.name
+        key = (name, source.endpoint.id)
+        known = self._links.get(key)
+        if known is not None and known.alive and name != "shm":
+            return known
+        tickets = source.tickets
+        if name != "shm":  # two ends meet by a ticket that both can make
+            tickets = (meeting(name, fence),)
+        made = lane.transport.link(source.endpoint, tickets, max(0.0, until - time.monotonic()))
+        self._links[key] = made
+        return made
+
+
+def lane_of(writer_host: str, reader_host: str, only: str | None) -> str:
+    """Return the transport between two ranks; both sides must come to the same answer on their own."""
+    return only or ("shm" if writer_host == reader_host else "gloo")
+
+
+def meeting(transport: str, fence: Fence) -> Ticket:
+    """Return the ticket by which two ends of a two-sided transport meet for the update of ``fence``."""
+    return Ticket(transport, 0, 0, 0, 1, fence)
+
+
+def _await(running: Sequence[Transfer], report: Callable[[int], None]) -> None:
+    while True:
+        waiting = [transfer for transfer in running if not transfer.poll().done]
+        for transfer in running:
+            if transfer not in waiting:
+                transfer.wait(0.0)  # raises what went wrong
+        if not waiting:
+            return
+        try:
+            waiting[0].wait(_LOOK)
+        except DeadlineError:
+            if waiting[0].poll().done:
+                raise
+            report(sum(transfer.poll().nbytes for transfer in running))
+
+
+def _joined(route: Route, running: Sequence[Transfer]) -> NDArray[np.uint64]:
+    digests = np.zeros(len(route.hops), np.uint64)
+    for lane, transfer in zip(route.lanes, running, strict=True):
+        if transfer.digests is not None:
+            digests[lane.rows] = transfer.digests
+    return digests

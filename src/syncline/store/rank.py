@@ -1,0 +1,124 @@
+"""One reader rank's part in an update: pull, prove, apply. Called by `WorkerWeightsReader`'s thread."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from syncline import faults
+from syncline.protocol import messages as m
+from syncline.protocol.ids import Fence
+from syncline.store.proof import Proof
+from syncline.store.pull import Puller
+from syncline.store.report import Stopwatch
+
+if TYPE_CHECKING:
+    from syncline.plan import Plan
+    from syncline.protocol.ids import VersionKey
+    from syncline.store.adapter import EngineAdapter
+    from syncline.store.member import Member
+    from syncline.store.pull import Outcome, Route
+
+
+class RankUpdater:
+    """Takes one rank through updates. One thread at a time.
+
+    Args:
+        member: the process.
+        adapter: of the engine in it.
+        fence: the rank's own.
+        table: name of the table.
+        instance: name of the instance.
+
+    Attributes:
+        touched: whether the update at hand has written live memory (or may have).
+        moved: bytes moved since the start, for heartbeats.
+    """
+
+    def __init__(
+        self, member: Member, adapter: EngineAdapter, fence: Fence, table: str, instance: str
+    ) -> None:
+        self._member, self._adapter, self._fence = member, adapter, fence
+        self._table, self._instance = table, instance
+        self.who = f"instance {instance}, rank {adapter.rank}"
+        only = member.options.transport
+        self._puller = Puller(member, None if only == "auto" else only)
+        self._proof = Proof(member, table, self.who, adapter.binding)
+        self.book = member.plans(fence)
+        self.touched = False
+        self.moved = 0
+        self._held: VersionKey | None = None
+
+    def pull(self, begun: m.Begun) -> m.Verified:
+        """Install every byte of a version in live memory and prove it.
+
+        Returns:
+            The report that the MetaServer wants. Until it is sent, nothing of the version counts.
+        """
+        self.touched = False
+        watch = Stopwatch(time.monotonic)
+        deadline = self._member.options.update_timeout
+        route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank)
+        watch.lap("plan")
+        fence = update_fence(self._member, begun)
+        self._puller.bind(route, begun.writers, self._adapter.binding(), fence, deadline)
+        watch.lap("bind")
+        self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
+        self.touched = True
+        faults.point("worker.before_first_byte")
+        outcome = self._move(begun, route, fence, deadline)
+        watch.lap("transfer")
+        proved = self._proof.check(self._fence, begun, route, outcome, deadline)
+        watch.lap("proof")
+        report: dict[str, int | float | str] = {
+            "nbytes": outcome.nbytes,
+            "tensors": len(set(route.hops.tensor.tolist())),
+            **proved,
+            **{f"{phase}_s": seconds for phase, seconds in watch.seconds.items()},
+        }
+        return m.Verified(
+            self._fence,
+            self._table,
+            begun.key,
+            begun.attempt,
+            route.plan.id,
+            outcome.nbytes,
+            route.nbytes,
+            report,
+        )
+
+    def apply(self, begun: m.Begun) -> None:
+        """Let the engine recompute what it derives from the weights, after the commit was decided.
+
+        Raises:
+            AdapterError: its hook moved a live tensor, named.
+        """
+        self.touched = True
+        self._adapter.after_update(begun.key)
+        self._adapter.binding()
+        self._adapter.report_version(begun.key)
+
+    def settle(self, key: VersionKey) -> None:
+        """Remember, for a server that may lose its memory, that live memory holds this version whole."""
+        self._held = key
+        self._member.client.note(self._fence, committed=key, dirty=False)
+
+    def _plan(self, begun: m.Begun) -> Plan:
+        ranks = [m.RankLayout(w.manifest_fp, w.host, w.rules) for w in begun.writers]
+        return self.book.plan(ranks, begun.membership)
+
+    def _move(self, begun: m.Begun, route: Route, fence: Fence, deadline: float) -> Outcome:
+        before = self.moved
+
+        def report(nbytes: int) -> None:
+            self.moved = before + nbytes
+            self._member.ask(m.Progress(self._fence, self._table, begun.key, begun.attempt, nbytes))
+
+        outcome = self._puller.run(route, fence, deadline, digest=begun.level != "none", report=report)
+        self.moved = before + outcome.nbytes
+        return outcome
+
+
+def update_fence(member: Member, begun: m.Begun) -> Fence:
+    """Return the fence that both sides of an update make for themselves: no member's, but the attempt's."""
+    return Fence(member.job, member.client.boot, begun.key.epoch, 0, begun.attempt)
