@@ -40,5 +40,4 @@ def demo(
     if json:
         sys.stdout.write(msgspec.json.encode(facts(result)).decode() + "\n")
         return
-    typer.echo(f"transfer of the last version against memcpy in the same run: {result.memcpy_ratio:.2f}")
     typer.echo(result.last_line)

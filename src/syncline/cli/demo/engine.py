@@ -70,7 +70,8 @@ class _Process:
 
     def _memcpy(self, command: dict[str, Any]) -> dict[str, Any]:
         """Copy as many bytes as an update moves here, between two warm private buffers."""
-        left = int(command["nbytes"])
+        status = self.engine.live_status()
+        left = nbytes = sum(t.nbytes for n, t in self.engine.live_tensors().items() if status[n].names)
         source, target = (torch.zeros(min(left, _COPY_BYTES), dtype=torch.uint8) for _ in range(2))
         target.copy_(source)
         time.sleep(max(0.0, command["at"] - time.time()))  # all ranks copy at once, as they pull
@@ -79,7 +80,7 @@ class _Process:
             part = min(left, source.numel())
             target[:part].copy_(source[:part])
             left -= part
-        return {"seconds": time.perf_counter() - began, "nbytes": int(command["nbytes"])}
+        return {"seconds": time.perf_counter() - began, "nbytes": nbytes}
 
     def _effective(self, command: dict[str, Any]) -> dict[str, Any]:
         live, fresh = self.engine.live_tensors(), self.engine.load_fresh(Path(command["checkpoint"]))

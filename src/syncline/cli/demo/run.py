@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from syncline.cli.demo.fleet import Child, Fleet
+from syncline.cli.demo.screen import slowest
 from syncline.cli.model import is_prepared, prepare
 from syncline.errors import EffectiveMismatchError, SynclineError
 from syncline.meta import clean
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 TRAINERS = 2
 INSTANCES = {"a": 1, "b": 3}
-_START, _TRAIN, _STEP = 150.0, 200.0, 90.0  # seconds that each stage may take
+_START, _TRAIN, _STEP = 240.0, 240.0, 120.0  # seconds that each stage may take
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Result:
         before, after: answer by instance.
         reports: every update.
         published: what trainer rank 0 told of each version.
-        memcpy_ratio: seconds of a memcpy of as many bytes by all ranks at once, over those of the transfer.
+        memcpy_s: by instance, seconds of a memcpy of as many bytes as a version has, by all ranks at once.
         effective: tensors compared with the trainer's own checkpoint, by rank's name.
     """
 
@@ -46,7 +47,7 @@ class Result:
     after: dict[str, str] = field(default_factory=dict)
     reports: list[dict[str, Any]] = field(default_factory=list)
     published: list[dict[str, Any]] = field(default_factory=list)
-    memcpy_ratio: float = 0.0
+    memcpy_s: dict[str, float] = field(default_factory=dict)
     effective: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -82,18 +83,25 @@ def run(cache: Path, work: Path, keep: Path | None, steps: int, screen: Screen) 
 
     def on_event(child: Child, event: dict[str, Any]) -> None:
         if event["kind"] == "updated":
-            result.reports.append(event["report"])
-            screen.updated(event["report"])
+            report = event["report"]
+            report["memcpy_ratio"] = result.memcpy_s[report["instance"]] / slowest(report, "transfer_s")
+            result.reports.append(report)
+            screen.updated(report)
         elif event["kind"] == "published" and child.name == "trainer 0":
             result.published.append(event)
             screen.published(event)
 
-    environment = {"SYNCLINE_RUN_DIR": str(work / "run"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "SYNCLINE_RUN_DIR": str(work / "run"),
+        "SYNCLINE_CONNECT_TIMEOUT": str(_START),  # six processes load a model at once
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     with Fleet(work, environment, on_event) as fleet:
         stage = _Stages(fleet, screen, result, outcome)
         stage.start(model, work, job, steps)
         stage.train(steps)
-        stage.prove(steps)
+        stage.prove()
     clean(job, root=work / "run")
     (outcome / "demo.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts(result)), indent=2))
     return result
@@ -132,6 +140,7 @@ class _Stages:
         ready = self._fleet.take(self._trainers, "ready", _START)
         self._fleet.take(self._ranks, "ready", _START)
         self._result.tensors = ready[0]["tensors"]
+        self._measure()
         self._result.before = self._ask("before")
 
     def train(self, steps: int) -> None:
@@ -153,10 +162,8 @@ class _Stages:
         self._result.after = self._ask("after")
         self._check_answers()
 
-    def prove(self, steps: int) -> None:
+    def prove(self) -> None:
         """Compare every live tensor with the trainer's own checkpoint, and keep what was asked for."""
-        self._screen.status("measuring memcpy")
-        self._measure(steps)
         self._screen.status("writing the trainer's own checkpoint")
         self._fleet.tell(self._trainers, do="save")
         self._fleet.take(self._trainers, "saved", _STEP)
@@ -201,17 +208,13 @@ class _Stages:
                 found={"before": before, "after": after},
             )
 
-    def _measure(self, steps: int) -> None:
-        """Time a memcpy of as many bytes as the last version moved, in all ranks at once."""
-        last = [r for r in self._result.reports if r["key"].endswith(f".{steps}")]
-        sizes = {r["instance"]: [int(rank["nbytes"]) for rank in r["ranks"]] for r in last}
-        at = time.time() + 1.0
+    def _measure(self) -> None:
+        """Time a memcpy of as many bytes as a version has, in all ranks at once."""
+        self._screen.status("measuring memcpy")
+        self._fleet.tell(self._ranks, do="memcpy", at=time.time() + 1.0)
         for name, ranks in self._engines.items():
-            for child, nbytes in zip(ranks, sizes[name], strict=True):
-                child.tell(do="memcpy", nbytes=nbytes, at=at)
-        copies = self._fleet.take(self._ranks, "memcpy", _STEP)
-        transfers = [float(rank["transfer_s"]) for report in last for rank in report["ranks"]]
-        self._result.memcpy_ratio = max(c["seconds"] for c in copies) / max(transfers)
+            copies = self._fleet.take(ranks, "memcpy", _STEP)
+            self._result.memcpy_s[name] = max(copy["seconds"] for copy in copies)
 
 
 def facts(result: Result) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def facts(result: Result) -> dict[str, Any]:
         "instances": INSTANCES,
         "before": result.before,
         "after": result.after,
-        "memcpy_ratio": result.memcpy_ratio,
+        "memcpy_s": result.memcpy_s,
         "effective": result.effective,
         "published": result.published,
         "updates": result.reports,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _REFRESH = 8  # frames a second
+_COLUMNS = ("version", "of", "MB", "pause", "move", "proof", "commit", "GB/s", "memcpy", "covered", "level")
 
 
 class Screen:
@@ -43,10 +45,9 @@ class Screen:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
-        if error is None:
-            self._console.print(self._table())
-            self._console.print(self._said())
+            if error is None:
+                self._console.print(self._table())
+                self._console.print(self._said())
 
     def status(self, text: str) -> None:
         """Say what is being waited for."""
@@ -66,19 +67,22 @@ class Screen:
         row = (
             report["key"],
             report["instance"],
-            f"{report['nbytes'] / 1e6:,.1f} MB",
+            f"{report['nbytes'] / 1e6:.1f}",
             _ms(seconds.get("pause", 0.0)),
-            _ms(_slowest(report, "transfer_s")),
-            _ms(_slowest(report, "proof_s")),
+            _ms(slowest(report, "transfer_s")),
+            _ms(slowest(report, "proof_s")),
             _ms(seconds.get("commit", 0.0) + seconds.get("apply", 0.0) + seconds.get("resume", 0.0)),
             f"{_rate(report):.2f}",
+            f"{report['memcpy_ratio']:.2f}",
             f"{100 * report['coverage']:.2f}%",
             report["level"],
         )
         with self._lock:
             self._rows.append(row)
         if self._live is None:
-            self._console.print("  " + "  ".join(row))
+            self._console.print(
+                "  " + ", ".join(f"{k} {v}" for k, v in zip(_COLUMNS, row, strict=True)), soft_wrap=True
+            )
 
     def answered(self, instance: str, when: str, text: str) -> None:
         """Note what an instance said."""
@@ -96,21 +100,14 @@ class Screen:
             return Group(self._table(), self._said(), Spinner("dots", Text(self._status)))
 
     def _table(self) -> Table:
-        table = Table(title="versions, as each instance received them (in place)", title_justify="left")
-        names = (
-            "version",
-            "instance",
-            "bytes",
-            "pause",
-            "transfer",
-            "proof",
-            "commit",
-            "GB/s",
-            "covered",
-            "proof",
+        table = Table(
+            title="versions, as each instance received them in place (times in ms)",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
-        for name in names:
-            table.add_column(name, justify="left" if name in ("version", "instance") else "right")
+        for name in _COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*row)
         if self._losses:
@@ -127,13 +124,14 @@ class Screen:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+    return f"{1e3 * seconds:.1f}"
 
 
-def _slowest(report: dict[str, Any], name: str) -> float:
+def slowest(report: dict[str, Any], name: str) -> float:
+    """Return the largest of one figure over the ranks of an update."""
     return max((float(rank.get(name, 0.0)) for rank in report["ranks"]), default=0.0)
 
 
 def _rate(report: dict[str, Any]) -> float:
-    seconds = _slowest(report, "transfer_s")
+    seconds = slowest(report, "transfer_s")
     return report["nbytes"] / seconds / 1e9 if seconds else 0.0

@@ -93,6 +93,9 @@ def _save(model: Any, checkpoint: Path, base: Path, rank: int) -> None:
     """Write the trainer's own checkpoint: gathered by torch, written by Transformers, nothing of ours."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            whole[name] = whole[first.setdefault(id(parameter), name)]  # gathered twice, but tied
         model.save_pretrained(checkpoint, state_dict=whole)
         load_tokenizer(base).save_pretrained(checkpoint)
     dist.barrier()
