@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from syncline.errors import DeadlineError, ProtocolError, TransportError
+from syncline.protocol import messages as m
+from tests.protocol.driver import TABLE, Job, key, publish
+
+
+def setup() -> tuple[Job, list, Any]:
+    job = Job()
+    writers = job.writers()
+    fleet = job.fleet()
+    publish(writers, 1)
+    return job, writers, fleet
+
+
+def start(fleet: Any, begun: m.Begun) -> Any:
+    return fleet.job.send(m.StartUpdate(fleet.controller.fence, TABLE, begun.key, begun.attempt))
+
+
+def test_workers_hear_of_an_update_once_its_engine_is_paused() -> None:
+    job, _, fleet = setup()
+    waiting = job.send(m.AwaitUpdate(fleet.workers[0].fence, TABLE, 0, 60.0))
+    begun = fleet.controller.begin()
+    assert not job.done(waiting)
+    start(fleet, begun)
+    start(fleet, begun)
+    assert job.reply(waiting) == begun
+    late = job.send(m.AwaitUpdate(fleet.workers[0].fence, TABLE, begun.attempt, 5.0))
+    job.tick(5)
+    with pytest.raises(DeadlineError, match="controller of instance a"):
+        job.reply(late)
+
+
+def test_the_pause_counts_once_against_the_stall() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.controller.begin()
+    job.wait(8, *writers, *fleet.all)
+    start(fleet, begun)
+    job.wait(8, *writers, *fleet.all)
+    start(fleet, begun)
+    assert job.instance().state == "PULLING"
+    job.wait(3, *writers, *fleet.all)
+    with pytest.raises(ProtocolError, match="no byte moved"):
+        start(fleet, begun)
+
+
+def test_the_controller_waits_for_all_ranks_or_hears_why_not() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.controller.begin()
+    ask = m.AwaitVerified(fleet.controller.fence, TABLE, key(1), begun.attempt, 60.0)
+    waiting = job.send(ask)
+    fleet.workers[0].verify(begun)
+    assert not job.done(waiting)
+    fleet.workers[1].verify(begun)
+    assert job.reply(waiting) == m.AllVerified(({}, {}))
+    begun = fleet.controller.begin()
+    waiting = job.send(m.AwaitVerified(fleet.controller.fence, TABLE, key(1), begun.attempt, 60.0))
+    late = job.send(m.AwaitVerified(fleet.controller.fence, TABLE, key(1), begun.attempt, 2.0))
+    job.wait(2, *writers, *fleet.all)
+    with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] of instance a"):
+        job.reply(late)
+    fleet.workers[1].fail(begun, what="disk full")
+    with pytest.raises(TransportError, match="disk full"):  # the rank's own error, class and all
+        job.reply(waiting)
+
+
+def test_workers_hear_the_decision() -> None:
+    job, _, fleet = setup()
+    begun = fleet.controller.begin()
+    worker = fleet.workers[0]
+    ask = m.AwaitDecision(worker.fence, TABLE, key(1), begun.attempt, 60.0)
+    waiting = job.send(ask)
+    fleet.verify(begun)
+    assert not job.done(waiting)
+    fleet.controller.commit(key(1), begun.attempt, None)
+    assert job.reply(waiting) == m.Decision(True, "")
+    assert job.send(ask) == m.Decision(True, "")
+    with pytest.raises(ProtocolError, match="another version"):
+        job.send(m.AwaitDecision(worker.fence, TABLE, key(2), begun.attempt, 60.0))
+
+
+def test_workers_hear_of_a_failed_or_superseded_attempt() -> None:
+    job, _, fleet = setup()
+    worker = fleet.workers[0]
+    first = fleet.controller.begin()
+    waiting = job.send(m.AwaitDecision(worker.fence, TABLE, key(1), first.attempt, 60.0))
+    fleet.workers[1].fail(first, what="disk full")
+    assert not job.reply(waiting).committed
+    assert "disk full" in job.reply(waiting).reason
+    second = fleet.controller.begin()
+    waiting = job.send(m.AwaitDecision(worker.fence, TABLE, key(1), second.attempt, 60.0))
+    fleet.controller.begin()
+    assert not job.reply(waiting).committed
+
+
+def test_writers_that_must_send_hear_who_pulls() -> None:
+    job, writers, a = setup()
+    b = job.fleet("b")
+    waiting = job.send(m.AwaitPulls(writers[0].fence, TABLE, {}, 60.0))
+    begun = a.controller.begin()
+    assert not job.done(waiting)
+    start(a, begun)
+    (pull,) = job.reply(waiting).pulls
+    assert (pull.instance, pull.begun) == ("a", begun)
+    served = {"a": begun.attempt}
+    waiting = job.send(m.AwaitPulls(writers[0].fence, TABLE, served, 60.0))
+    start(b, b.controller.begin())
+    assert [one.instance for one in job.reply(waiting).pulls] == ["b"]
+
+
+def test_an_instance_that_lives_again_is_not_taken_for_served() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.update()
+    served = {"a": begun.attempt}
+    for reader in fleet.all:
+        reader.leave()
+    again = job.fleet(process="second life")
+    waiting = job.send(m.AwaitPulls(writers[0].fence, TABLE, served, 60.0))
+    start(again, again.controller.begin())
+    assert len(job.reply(waiting).pulls) == 1
+
+
+def test_attempts_grow_over_a_restart() -> None:
+    job, writers, fleet = setup()
+    before = fleet.controller.begin().attempt
+    job.restart()
+    for member in (*writers, *fleet.all):
+        member.fence = member.join(previous=member.fence).fence
+    publish(writers, 2)
+    assert fleet.controller.begin().attempt > before
