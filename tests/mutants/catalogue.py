@@ -91,8 +91,15 @@ MUTANTS = (
         "stall-ignored",
         "a pin whose bytes do not move is revoked",
         "lease.py",
-        "return min(self.until, self.moved + stall) if self.attempt else self.until",
+        "return min(self.until, self.moved + stall) if stalls else self.until",
         "return self.until",
+    ),
+    Mutant(
+        "asking-keeps-a-pin",
+        "waiting for digests excuses a rank once, and only while it waits",
+        "publish.py",
+        "            pin.answered, pin.moved = not pin.awaiting, core.now\n",
+        "            pin.moved = core.now\n",
     ),
     Mutant(
         "pin-after-close",

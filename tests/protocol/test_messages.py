@@ -41,6 +41,7 @@ def test_every_deferrable_request_carries_a_deadline() -> None:
         m.AwaitVerified,
         m.AwaitDecision,
         m.AwaitPulls,
+        m.Failed,  # from a controller that waits for its ranks' word
         m.Watch,
     }
     assert {one for one in m.REQUESTS if "deadline" in one.__struct_fields__} == deferrable

@@ -124,6 +124,28 @@ def test_an_instance_that_lives_again_is_not_taken_for_served() -> None:
     assert len(job.reply(waiting).pulls) == 1
 
 
+def test_a_controller_that_gives_up_waits_for_the_word_of_ranks_that_may_write() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.controller.begin()
+    start(fleet, begun)
+    job.send(m.AwaitUpdate(fleet.workers[0].fence, TABLE, 0, 60.0))
+    give_up = m.Failed(fleet.controller.fence, TABLE, key(1), begun.attempt, {"what": "stop"}, False, 60.0)
+    waiting = job.send(give_up)
+    assert not job.done(waiting)
+    assert job.instance().dirty
+    fleet.workers[0].fail(begun, touched=False)
+    assert job.reply(waiting) == m.Done()
+    assert not job.instance().dirty
+    begun = fleet.controller.begin()
+    start(fleet, begun)
+    job.send(m.AwaitUpdate(fleet.workers[0].fence, TABLE, 0, 60.0))
+    last = m.Failed(fleet.controller.fence, TABLE, key(1), begun.attempt, {"what": "stop"}, False, 2.0)
+    waiting = job.send(last)
+    job.wait(2, *writers, *fleet.all)
+    assert job.reply(waiting) == m.Done()
+    assert job.instance().dirty
+
+
 def test_attempts_grow_over_a_restart() -> None:
     job, writers, fleet = setup()
     before = fleet.controller.begin().attempt

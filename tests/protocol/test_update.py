@@ -9,6 +9,7 @@ from syncline.errors import (
     ProtocolError,
     RevokedError,
     StaleVersionError,
+    TransportError,
 )
 from syncline.protocol import messages as m
 from tests.protocol.driver import TABLE, Fleet, Job, Writer, key, publish
@@ -235,7 +236,7 @@ def test_a_rank_that_fails_while_applying_leaves_the_instance_dirty() -> None:
     assert job.instance().dirty
     fleet.workers[1].apply(key(1))
     assert not job.instance().serving
-    with pytest.raises(ProtocolError, match="it is DIRTY"):
+    with pytest.raises(TransportError, match="broken pipe"):
         job.send(m.AwaitServing(writers[0].fence, TABLE, "a", key(1), 5.0))
     fleet.update(1)
     assert job.instance().serving
@@ -394,6 +395,37 @@ def test_digests_are_fetched_when_all_are_there_and_the_late_writer_is_named() -
         job.reply(late)
     writers[0].digest(1)
     assert job.reply(waiting) == m.DigestBlobs((b"digest0", b"digest1"))
+
+
+def test_a_rank_that_waits_for_digests_is_not_stuck_and_a_wait_that_ended_is_no_excuse() -> None:
+    job, writers, fleet = setup(published=False)
+    for writer in writers:
+        writer.put(1)
+    fleet.controller.begin(deadline=300)
+    asked = [job.send(m.FetchDigests(worker.fence, TABLE, key(1), b"plan", 15.0)) for worker in fleet.workers]
+    job.wait(14, *writers, *fleet.all)
+    assert job.instance().state == "PULLING"
+    job.wait(2, *writers, *fleet.all)
+    with pytest.raises(DeadlineError, match=r"writer ranks \[0, 1\]"):
+        job.reply(asked[0])
+    again = [job.send(m.FetchDigests(one.fence, TABLE, key(1), b"plan", 100.0)) for one in fleet.workers]
+    assert job.instance().state == "PULLING"
+    job.wait(10, *writers, *fleet.all)
+    assert job.instance().state == "IDLE"
+    assert "no byte moved" in job.instance().failure
+    assert not job.done(again[0])
+
+
+def test_a_dead_rank_is_named_by_whoever_waits_for_it_to_serve() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.controller.begin()
+    fleet.verify(begun)
+    fleet.controller.commit(key(1), begun.attempt, None)
+    waiting = job.send(m.AwaitServing(fleet.controller.fence, TABLE, "a", key(1), 60.0))
+    fleet.workers[0].apply(key(1))
+    job.wait(11, *writers, fleet.controller, fleet.workers[0])
+    with pytest.raises(ProtocolError, match=r"it is DIRTY\n.*instance a, rank 1 was lost"):
+        job.reply(waiting)
 
 
 def test_only_the_right_role_may_ask() -> None:

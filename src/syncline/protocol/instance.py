@@ -255,6 +255,13 @@ class Instance:
         if untouched and all(one in attempt.touched for one in range(self.world)):
             self.dirty = attempt.was_dirty
 
+    def silent(self, attempt: Attempt) -> list[int]:
+        """Return the ranks whose word decides whether anything was written; none once that is known."""
+        wrote = attempt.plans or attempt.moved or any(attempt.touched.values())
+        if wrote or self.state is InstanceState.COMMITTED:
+            return []
+        return sorted(attempt.told - attempt.touched.keys())
+
     def plan_of(self, attempt: Attempt) -> bytes:
         """Return the one plan by which all ranks verified.
 

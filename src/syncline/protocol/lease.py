@@ -41,7 +41,7 @@ class Pin:
         moved: when bytes last moved.
         nbytes: bytes moved, as last reported for this attempt.
         awaiting: whether the holder has read everything and waits for the writers' digests, which stops the
-            clock of its stall.
+            clock of its stall while that wait lasts.
         answered: whether that wait has ended; there is one.
     """
 

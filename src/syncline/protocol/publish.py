@@ -156,7 +156,7 @@ def _own(core: Core, member: Member, key: VersionKey) -> Version:
 
 
 def fetch_digests(
-    core: Core, member: Member, request: req.FetchDigests, _until: float
+    core: Core, member: Member, request: req.FetchDigests, until: float
 ) -> DigestBlobs | Waiting:
     """Answer once every writer's digests under this plan are there."""
     version = core.version(member, request.key)
@@ -164,7 +164,8 @@ def fetch_digests(
     if missing:
         refuse_lost(version, f"digests of writer ranks {missing} are missing")
         for pin in _unanswered(version, member):
-            pin.awaiting = True  # the writers are the slow ones
+            pin.awaiting = core.now < until  # the writers are the slow ones, while this wait lasts
+            pin.answered, pin.moved = not pin.awaiting, core.now
         return Waiting(f"digests of version {request.key} from writer ranks {missing}")
     for pin in _unanswered(version, member):
         pin.answered, pin.awaiting, pin.moved = True, False, core.now

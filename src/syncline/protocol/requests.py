@@ -326,9 +326,9 @@ class Verified(Message, frozen=True):
 class Failed(Message, frozen=True):
     """A worker rank (or the controller) gives the attempt up; ``touched``: live memory was written.
 
-    An in-place attempt of which every rank failed untouched leaves the instance as clean as it was. For a rank
-    that was told to start only its own word counts: until it speaks, it may be about to write. Answered by
-    `Done`; deferred while such ranks have not spoken, to a controller that gives a ``deadline``.
+    An in-place attempt of which every rank failed untouched leaves the instance as clean as it was. For a
+    rank that was told to start only its own word counts: until it speaks, it may be about to write. Answered
+    by `Done`; deferred while such ranks have not spoken, to a controller that gives a ``deadline``.
     """
 
     fence: Fence

@@ -206,8 +206,8 @@ def failed(core: Core, member: Member, request: req.Failed, until: float) -> Don
     reason = f"{member.who} failed: {what}"
     core.end_attempt(core.tables[member.table], instance, reason)
     instance.give_up(member.rank, attempt, reason, request.touched)
-    silent = sorted(attempt.told - attempt.touched.keys())
-    if member.rank < 0 and silent and instance.state is not InstanceState.COMMITTED and core.now < until:
+    silent = instance.silent(attempt)
+    if member.rank < 0 and silent and core.now < until:
         return Waiting(f"ranks {silent} of instance {instance.name} to say whether they wrote")
     return Done()
 
