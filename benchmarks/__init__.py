@@ -1,0 +1,1 @@
+"""Measurements of the library, each a module to run."""

@@ -41,7 +41,7 @@ def test_two_versions_arrive_in_place(run_dir: object) -> None:
             optimizer.step()
             assert not same(train, serve)
             writer.publish(2)
-            second = reader.update(verify="installed")
+            second = reader.update(2, verify="installed")
             assert same(train, serve)
             assert (str(second.key), second.level) == ("1.2", "installed")
             assert reader.committed == second.key

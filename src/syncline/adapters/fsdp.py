@@ -77,6 +77,11 @@ class FSDPTrainer:
     def _live(self) -> LiveTensors:
         return LiveTensors(self._tree, self.names, f"writer {self.rank}")
 
+    @cached_property
+    def _on_accelerator(self) -> bool:
+        # Looked up once: asking twenty thousand tensors costs more than all of `publish` may.
+        return any(part.device.type not in {"cpu", "meta"} for part in self._live.parts())
+
     @property
     def manifest(self) -> Manifest:
         """What this process holds; made when it is first needed, from declared shapes."""
@@ -136,7 +141,7 @@ class FSDPTrainer:
         faults.point("adapters.quiesce")
         if self._quiesce is not None:
             self._quiesce()
-        if any(part.device.type not in {"cpu", "meta"} for part in self._live.parts()):
+        if self._on_accelerator:
             torch.accelerator.synchronize()
 
     def on_mutation(self, before: Callable[[str], None]) -> MutationHandle:

@@ -20,6 +20,7 @@ from syncline.kernels.native_ir import (
     digest_copied_lines,
     digest_lines,
     fence,
+    fetch_line,
     half_to_single,
     load_u8,
     load_u16,
@@ -43,6 +44,8 @@ STREAM_FROM = U(
 COPY_CHUNK = U(
     4096
 )  # copied, then digested while still in the nearest cache; the next chunk is fetched meanwhile
+NEAR_ROW = U(8192)  # of rows up to this length, the next one is fetched while one is copied
+AHEAD = U(512)  # how far ahead of itself the copy of a longer row fetches
 READ_CHUNK = U(1024)  # how far ahead a pass that only reads fetches
 
 _words = types.Array(types.uint64, 1, "C", readonly=True)
@@ -67,8 +70,12 @@ def _copy_small(d, s, n):
 
 
 @njit(inline="always")
-def _stream_row(d, s, n):
-    """Copy a row by whole cache lines past the caches, and its ragged edges through them."""
+def _stream_row(d, s, n, ahead):
+    """Copy a row by whole cache lines past the caches, and its ragged edges through them.
+
+    What lies ``ahead`` bytes on is fetched meanwhile: processors do not guess across pages, and a column of a
+    matrix has every row in another one.
+    """
     head = (U(64) - d) & U(63)
     if head:
         memcpy(d, s, head)
@@ -76,6 +83,11 @@ def _stream_row(d, s, n):
         s += head
         n -= head
     for _ in range(n >> U(8)):
+        p = s + ahead
+        fetch_line(p)
+        fetch_line(p + U(64))
+        fetch_line(p + U(128))
+        fetch_line(p + U(192))
         stream_line(d, s)
         stream_line(d + U(64), s + U(64))
         stream_line(d + U(128), s + U(128))
@@ -91,13 +103,19 @@ def _stream_row(d, s, n):
 
 
 @njit(inline="always")
-def _copy_row(d, s, n):
+def _copy_row(d, s, n, ahead):
     if n <= U(8):
         _copy_small(d, s, n)
     elif n < STREAM_FROM:
         memcpy(d, s, n)
     else:
-        _stream_row(d, s, n)
+        _stream_row(d, s, n, ahead)
+
+
+@njit(inline="always")
+def _ahead(rows, n, stride):
+    """Return how far ahead of a row of n bytes to fetch: the next row, or a bit further on in this one."""
+    return stride if rows > U(1) and n <= NEAR_ROW else AHEAD
 
 
 @njit(types.void(_words, _words, _words, _words, _words, _words, _int, _int), nogil=True, cache=True)
@@ -105,8 +123,9 @@ def copy_runs(dst, src, rows, nbytes, dst_stride, src_stride, start, stop):
     """Do as `syncline.kernels.host.copy_runs` says."""
     for i in range(start, stop):
         d, s, n = dst[i], src[i], nbytes[i]
+        ahead = _ahead(rows[i], n, src_stride[i])
         for _ in range(rows[i]):
-            _copy_row(d, s, n)
+            _copy_row(d, s, n, ahead)
             d += dst_stride[i]
             s += src_stride[i]
     fence()
@@ -256,8 +275,9 @@ def copy_digest_runs(  # noqa: PLR0917 -- a table's columns
         d, s, p, n = dst[i], src[i], pos[i] * size, elems[i] * size
         dd, ss = dst_stride[i], src_stride[i]
         if group[i] < 0:
+            ahead = _ahead(rows[i], n, ss)
             for _ in range(rows[i]):
-                _copy_row(d, s, n)
+                _copy_row(d, s, n, ahead)
                 d, s = d + dd, s + ss
             continue
         total = U(0)

@@ -140,13 +140,28 @@ def memcmp(typing_context: Any, left: Any, right: Any, nbytes: Any) -> Any:
     return signature, generate
 
 
-def _ahead(builder: Any, base: Any, offset: Any, write: int) -> None:
-    """Ask for a cache line that will be read (0) or written (1) soon; any address is allowed."""
+def _ahead(builder: Any, base: Any, offset: Any, write: int, keep: int = 3) -> None:
+    """Ask for a cache line that will be read (0) or written (1) soon; any address is allowed.
+
+    With ``keep`` 3 it stays in all levels, with 0 it is wanted once.
+    """
     i32 = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, i32, i32, i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    flags = [ir.Constant(i32, v) for v in (write, 3, 1)]  # keep in all levels, data
+    flags = [ir.Constant(i32, v) for v in (write, keep, 1)]  # 1: data
     builder.call(function, [builder.gep(builder.inttoptr(base, _BYTE_POINTER), [offset]), *flags])
+
+
+@intrinsic
+def fetch_line(typing_context: Any, src: Any) -> Any:
+    """Ask for a cache line that will be read soon, and once; any address is allowed."""
+    signature = types.void(types.uint64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _ahead(builder, args[0], ir.Constant(_WORD, 0), 0, keep=0)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 def _line_at(builder: Any, base: Any, offset: Any) -> Any:

@@ -114,6 +114,7 @@ class Adoption:
         self.regions: dict[int, Region] = {ARENA_ID: self.arena.region}
         with torch.no_grad():
             self._move_all(in_arena)
+            self.arena.use_huge_pages()
             for number in self.shared:
                 faults.point("memory.before_share")
                 self._share(number)

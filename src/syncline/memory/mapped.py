@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import stat
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 from syncline.errors import TransportError
 from syncline.memory.arena import SEALS
+from syncline.memory.pages import map_shared, unmap
 from syncline.memory.region import Kind, Region
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_PROT_READ, _MAP_SHARED, _MAP_NORESERVE = 1, 1, 0x4000
-_FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedRegion:
@@ -61,7 +58,7 @@ class MappedRegion:
         """Unmap; closing twice is allowed."""
         address, self._address = self._address, 0
         if address:
-            _libc().munmap(address, self.nbytes)
+            unmap(address, self.nbytes)
 
     def __enter__(self) -> Self:
         return self
@@ -100,21 +97,12 @@ def _check(fd: int, region: Region) -> None:
         )
 
 
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
-
-
 def _map(fd: int, nbytes: int) -> int:
     # Not the mmap module: it keeps a duplicate of every descriptor, and a reader maps thousands of shared
     # storages.
-    address = _libc().mmap(None, nbytes, _PROT_READ, _MAP_SHARED | _MAP_NORESERVE, fd, 0)
-    if address in (None, _FAILED):
-        reason = os.strerror(ctypes.get_errno())
+    try:
+        return map_shared(fd, nbytes, writable=False)
+    except OSError as error:
         raise TransportError(
-            "a region could not be mapped", expected=f"{nbytes} bytes, read-only", found=reason
-        )
-    return int(address)
+            "a region could not be mapped", expected=f"{nbytes} bytes, read-only", found=error
+        ) from error

@@ -44,6 +44,9 @@ class Member:
         serve: run the job's MetaServer in this process, unless the job has a live one.
         exports: whether peers may map memory of this process.
         progress: running count of bytes moved, for heartbeats.
+
+    Attributes:
+        serves: whether the job's MetaServer runs in this process.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Member:
         self.job, self.name = job, name
         self.options = options or Options.from_environment()
         self.process_id = new_id()
+        self.serves = False
         with contextlib.ExitStack() as opening:
             self.directory = JobDir.create(job)
             if serve:
@@ -138,6 +142,7 @@ class Member:
             logger.info("job %s has a MetaServer already; using that one", self.job)
             return
         opening.callback(server.stop)
+        self.serves = True
 
     def _meet(self, name: str) -> Any:
         """Return a store in which two processes of this host find each other under a name that both know."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncline.errors import DigestMismatchError
+from syncline.errors import DigestMismatchError, SynclineError
 from syncline.plan import DigestRows
 from syncline.protocol import messages as m
 from syncline.store.offer import decode_digests
@@ -22,10 +22,35 @@ if TYPE_CHECKING:
     from syncline.memory import Binding
     from syncline.plan import Hops, Plan
     from syncline.protocol.ids import Fence, VersionKey
+    from syncline.protocol.parts import Level
     from syncline.store.member import Member
     from syncline.store.pull import Outcome, Route
 
 _SHOWN = 5
+
+
+class Rhythm:
+    """Which updates are proved: the first one, then every n-th. One that failed is not counted.
+
+    Args:
+        every: n, at least 1.
+
+    Raises:
+        SynclineError: less than 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise SynclineError("cannot prove like that", expected="verify_every >= 1", found=every)
+        self._every, self._made = every, 0
+
+    def level(self, demanded: Level) -> Level:
+        """Return the level of the next update: the demanded one, or ``"none"`` between two proofs."""
+        return demanded if self._made % self._every == 0 else "none"
+
+    def count(self) -> None:
+        """Count an update that was made."""
+        self._made += 1
 
 
 class Proof:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncline import faults
-from syncline.errors import DeadlineError, ReplicaDivergenceError, SynclineError
+from syncline.errors import DeadlineError, LayoutError, ReplicaDivergenceError, SynclineError
 from syncline.protocol import messages as m
 from syncline.store.offer import Offer, encode_digests
 from syncline.store.send import Sender
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE = 30.0
 _PATIENCE = 5.0
+_SAME_VERSIONS = 3
+_NO_DIGESTS = encode_digests(np.zeros(0, np.int32), np.zeros(0, np.uint64))
 
 
 class Publisher:
@@ -58,6 +60,7 @@ class Publisher:
         self._book = member.plans(fence)
         self._writers: tuple[RankLayout, ...] = ()
         self._offer: tuple[int, bytes] = (-1, b"")
+        self._sameness = Sameness()
         self._digester = Digester(adapter.rank, member.options.threads)
         self._digesting = threading.Lock()
         self._delivered: set[tuple[VersionKey, bytes]] = set()
@@ -149,10 +152,23 @@ class Publisher:
     def _digest(self, key: VersionKey, instances: Sequence[InstanceLayout], binding: Binding) -> None:
         """Digest what this rank holds, under the plan of these instances, and deliver it: once a version."""
         with self._digesting:
-            plan = self._plan(instances)
+            try:
+                plan = self._plan(instances)
+            except LayoutError as error:
+                logger.warning("version %s: no instance fits the writers: %s", key, error)
+                return
             if (key, plan.id) in self._delivered:
                 return
             blob = self._digester.run(plan, binding, self._member.options.update_timeout)
+            count = self._sameness.count(plan.id, blob)
+            if count == _SAME_VERSIONS:
+                logger.warning(
+                    "writer %d: no tensor changed in %d versions, up to %s, though the number moved: "
+                    "does the trainer update the parameters that it publishes?",
+                    self._adapter.rank,
+                    count,
+                    key,
+                )
             faults.point("writer.before_digests")
             self._member.ask(m.Digests(self._fence, self._table, key, plan.id, blob))
             self._delivered = {done for done in self._delivered if done[0] == key} | {(key, plan.id)}
@@ -180,12 +196,33 @@ class Publisher:
         try:
             binding = self._adapter.binding()
             plan = self._plan(pull.begun.membership)
+            if pull.instance not in plan.reader_hosts:
+                return  # left out: it finds out by itself
             self._sender.serve(pull, plan, binding)
             if pull.begun.level != "none":
                 self._digest(pull.begun.key, pull.begun.membership, binding)
         except SynclineError as error:
             if not self._closing.is_set():
                 logger.warning("instance %s was not served: %s", pull.instance, error)
+
+
+class Sameness:
+    """Counts versions in a row whose contents, as far as this rank holds them, are bit for bit the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, bytes] | None = None
+        self._count = 0
+
+    def count(self, plan_id: bytes, blob: bytes) -> int:
+        """Return for how many versions, this one included, the digests under one plan have been these.
+
+        Digests of another plan cannot be compared: the count starts anew. A rank without tensors counts 0.
+        """
+        if blob == _NO_DIGESTS:
+            return 0
+        self._count = self._count + 1 if self._last == (plan_id, blob) else 1
+        self._last = plan_id, blob
+        return self._count
 
 
 class Digester:

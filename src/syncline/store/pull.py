@@ -66,7 +66,7 @@ class Source:
     endpoint: Endpoint
     binding: Binding
     tickets: tuple[Ticket, ...]
-    version: tuple[int, int]  # member, binding generation: what changes when anything above does
+    version: tuple[str, int]  # endpoint, binding generation: what changes when anything above does
 
     @classmethod
     def of(cls, place: WriterSource) -> Source:
@@ -80,7 +80,7 @@ class Source:
             Endpoint.from_text(place.endpoint),
             Binding.from_wire(offer.binding),
             tuple(Ticket.decode(ticket) for ticket in offer.tickets),
-            (place.member, place.binding_generation),
+            (place.endpoint, place.binding_generation),
         )
 
 
@@ -105,8 +105,8 @@ class Puller:
     member: Member
     only: str | None = None
     _routes: dict[bytes, Route] = field(default_factory=dict)
-    _sources: dict[tuple[int, int], Source] = field(default_factory=dict)
-    _links: dict[object, Link] = field(default_factory=dict)
+    _sources: dict[tuple[str, int], Source] = field(default_factory=dict)
+    _links: dict[tuple[str, str], Link] = field(default_factory=dict)
 
     def route(self, plan: Plan, instance: str, rank: int) -> Route:
         """Return the rank's share of a plan, compiled at its first use."""
@@ -142,6 +142,7 @@ class Puller:
         until = time.monotonic() + deadline
         for lane in route.lanes:
             self._bind_lane(lane, sources, local, fence, until)
+        self._forget_links({source.endpoint.id for source in sources.values()})
 
     def run(
         self,
@@ -186,7 +187,7 @@ class Puller:
     def _decoded(self, places: Sequence[WriterSource]) -> dict[int, Source]:
         found: dict[int, Source] = {}
         for place in places:
-            key = (place.member, place.binding_generation)
+            key = (place.endpoint, place.binding_generation)  # a member's number comes again after a restart
             source = self._sources.get(key) or Source.of(place)
             if source.binding.fingerprint != place.manifest_fp:
                 raise PlanError(
@@ -213,6 +214,11 @@ class Puller:
             remotes = {rank: Remote(links[rank], sources[rank].binding) for rank in ranks}
             lane.program.rebind(local, remotes)
             lane.bound = state
+
+    def _forget_links(self, here: set[str]) -> None:
+        """Close links to writers that died: a trainer that comes back is another process."""
+        for key in [key for key, link in self._links.items() if key[1] not in here and not link.alive]:
+            self._links.pop(key).close()
 
     def _link(self, lane: Lane, source: Source, fence: Fence, until: float) -> Link:
         name = lane.transport.name

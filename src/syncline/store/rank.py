@@ -61,6 +61,7 @@ class RankUpdater:
         route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank)
         watch.lap("plan")
         fence = update_fence(self._member, begun)
+        faults.point("worker.before_bind")
         self._puller.bind(route, begun.writers, self._adapter.binding(), fence, deadline)
         watch.lap("bind")
         self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
@@ -105,7 +106,7 @@ class RankUpdater:
 
     def _plan(self, begun: m.Begun) -> Plan:
         ranks = [m.RankLayout(w.manifest_fp, w.host, w.rules) for w in begun.writers]
-        return self.book.plan(ranks, begun.membership)
+        return self.book.plan(ranks, begun.membership, self._instance)
 
     def _move(self, begun: m.Begun, route: Route, fence: Fence, deadline: float) -> Outcome:
         before = self.moved

@@ -10,10 +10,11 @@ import traceback
 from typing import TYPE_CHECKING, Self
 
 from syncline import faults
-from syncline.errors import SynclineError, to_wire
+from syncline.errors import ProtocolError, SynclineError, to_wire
 from syncline.protocol import messages as m
 from syncline.store.follow import Follower
 from syncline.store.member import Member
+from syncline.store.proof import Rhythm
 from syncline.store.report import Stopwatch, UpdateReport
 from syncline.store.worker import WorkerWeightsReader
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
+_HEARING = 1.0  # seconds for ranks to say that they wrote nothing; without their word the engine stays paused
 
 
 class WeightReader:
@@ -48,6 +50,8 @@ class WeightReader:
         rules: what this instance allows beyond equal names and dtypes.
         options: deadlines and bounds; from the environment if left out.
         pause: what happens to a generation that runs when an update begins.
+        verify_every: make the proof that is demanded at the first update and every n-th after it; those
+            between are committed without one, which their report says (level ``"none"``).
         worker: also take part as rank 0.
         check: wait for the writers, and refuse at once if they cannot feed this instance.
 
@@ -67,16 +71,19 @@ class WeightReader:
         rules: Rules | None = None,
         options: Options | None = None,
         pause: PauseMode = "wait",
+        verify_every: int = 1,
         worker: bool = True,
         check: bool = True,
     ) -> None:
         self.adapter, self.instance, self._table = adapter, instance, table
         self._mode: PauseMode = pause
+        self._rhythm = Rhythm(verify_every)
         self.member = Member(job, f"instance {instance}, controller", options)
         self._nonce = itertools.count(time.monotonic_ns())
         self._updating = threading.Lock()
         self._follower: Follower | None = None
         self._paused_at: float | None = None
+        self._held = False
         self.worker: WorkerWeightsReader | None = None
         try:
             self._registered = self._register()
@@ -86,11 +93,12 @@ class WeightReader:
                 )
                 if check:
                     self.worker.check_layout()
+            if self.dirty:  # as the worker's registration may have made it
+                logger.warning("instance %s is DIRTY: it is paused until a full update", instance)
+                self.hold()
         except BaseException as error:
             self._decline(error)
             raise
-        if self._registered.dirty:
-            logger.warning("instance %s is DIRTY: it is paused until a full update", instance)
 
     @property
     def committed(self) -> VersionKey | None:
@@ -115,10 +123,12 @@ class WeightReader:
         Args:
             version: the writers' number; None: the newest that can be had. A future one is waited for.
             timeout: seconds for everything; ``update_timeout`` if left out.
-            verify: the proof demanded before the commit.
+            verify: the proof demanded before the commit; see ``verify_every``.
             after: only a version newer than this one will do.
 
         Raises:
+            ProtocolError: ``verify="effective"``, which needs a checkpoint: see
+                `WorkerWeightsReader.check_effective`.
             StaleVersionError: an older version than the newest, at once.
             UnknownVersionError: never published, or nobody holds it any more.
             VersionAbortedError, VersionBrokenError: a writer failed; named.
@@ -126,8 +136,18 @@ class WeightReader:
             RevokedError: the window closed on this instance: it was too slow, or stuck.
             DeadlineError: names whom it waited for.
         """
+        if verify == "effective":
+            raise ProtocolError(
+                "an update cannot prove the level 'effective' by itself",
+                expected="none, delivered or installed",
+                hint="after the update, call check_effective(checkpoint) on every rank's WorkerWeightsReader",
+            )
         with self._updating:
-            return self._update(version, timeout or self.member.options.update_timeout, verify, after)
+            seconds = self.member.options.update_timeout if timeout is None else timeout
+            report = self._update(version, seconds, self._rhythm.level(verify), after)
+            if report.changed:
+                self._rhythm.count()
+            return report
 
     def follow(
         self,
@@ -135,6 +155,7 @@ class WeightReader:
         max_staleness: int | None = None,
         *,
         verify: Level = "delivered",
+        verify_every: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
     ) -> Follower:
         """Update in the background, whenever versions appear.
@@ -143,7 +164,9 @@ class WeightReader:
             every: take a version only if its number is at least this much newer than the one served.
             max_staleness: if updates fail and the newest version is more than this many numbers ahead, hold
                 the engine paused until one succeeds. None: keep serving the old version.
-            verify: the proof demanded before each commit.
+            verify: the proof demanded before a commit.
+            verify_every: prove the first update from now on and every n-th after it; the reader's own if
+                left out.
             on_update: called with the report of each update, from the follower's thread.
 
         Returns:
@@ -151,17 +174,21 @@ class WeightReader:
         """
         if self._follower is not None and self._follower.running:
             raise SynclineError("this reader follows already", hint="stop the follower first")
+        if verify_every is not None:
+            self._rhythm = Rhythm(verify_every)
         self._follower = Follower(self, every, max_staleness, verify, on_update)
         return self._follower
 
     def hold(self) -> None:
-        """Pause the engine until the next update succeeds."""
-        if self._paused_at is None:
-            self._pause(self.member.options.update_timeout)
+        """Pause the engine until the next update succeeds; one that fails leaves it paused."""
+        with self._updating:
+            self._held = True
+            if self._paused_at is None:
+                self._pause(self.member.options.update_timeout)
 
     def newest(self) -> VersionKey | None:
         """Return the newest version that was sealed, as far as the MetaServer knows."""
-        versions, _ = self._versions()
+        versions, _ = self._versions(_PATIENCE)
         return max((v.key for v in versions if v.state not in ("OPEN", "ABORTED")), default=None)
 
     def await_version(self, after: VersionKey | None, deadline: float) -> VersionKey | None:
@@ -173,7 +200,7 @@ class WeightReader:
         """
         left = _Left(time.monotonic() + deadline)
         while True:
-            versions, seq = self._versions()
+            versions, seq = self._versions(left() + _HEARING)
             ready = [v.key for v in versions if v.state == "SEALED" and not v.closed]
             newer = [key for key in ready if after is None or key > after]
             if newer:
@@ -232,8 +259,8 @@ class WeightReader:
             self.worker.close()
         self.member.close()
 
-    def _versions(self) -> tuple[list[m.VersionStatus], int]:
-        status: m.Status = self.member.ask(m.StatusQuery(self._table))
+    def _versions(self, deadline: float) -> tuple[list[m.VersionStatus], int]:
+        status: m.Status = self.member.ask(m.StatusQuery(self._table), deadline)
         return [version for table in status.tables for version in table.versions], status.seq
 
     def _status(self) -> m.InstanceStatus:
@@ -257,9 +284,9 @@ class WeightReader:
         watch.lap("wait")
         if isinstance(begun, m.Current):
             if self._paused_at is not None:
-                self._resume(begun.key)
+                self._resume(begun.key, flush=True)
             return UpdateReport(
-                begun.key, self.instance, level, changed=False, seconds={"total": watch.total}
+                begun.key, self.instance, "none", changed=False, seconds={"total": watch.total}
             )
         return self._install(begun, watch, until)
 
@@ -302,13 +329,15 @@ class WeightReader:
             self.adapter.flush_caches()
         self.adapter.resume(key)
         paused = time.monotonic() - (self._paused_at or time.monotonic())
-        self._paused_at = None
+        self._paused_at, self._held = None, False
         return paused
 
     def _give_up(self, begun: m.Begun, error: BaseException) -> None:
-        """End a failed attempt. The engine resumes only if no byte of live memory was touched."""
+        """End a failed attempt. The engine resumes only if no byte of live memory was touched, and it ran."""
         fields = to_wire(error, "".join(traceback.format_exception(error)))
-        note = m.Failed(self._fence, self._table, begun.key, begun.attempt, fields, touched=False)
+        note = m.Failed(
+            self._fence, self._table, begun.key, begun.attempt, fields, touched=False, deadline=_HEARING
+        )
         try:
             self.member.ask(note, _PATIENCE)
         except SynclineError as unheard:
@@ -320,7 +349,7 @@ class WeightReader:
             return
         if status.dirty:
             error.add_note(f"instance {self.instance} is DIRTY and stays paused until a full update succeeds")
-        elif self._paused_at is not None:
+        elif self._paused_at is not None and not self._held:
             self._resume(None)
 
     def _report(

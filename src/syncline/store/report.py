@@ -19,13 +19,14 @@ class UpdateReport:
     Attributes:
         key: the version that the instance now serves.
         instance: its name.
-        level: the proof that was made before the commit.
+        level: the proof that was made before the commit; ``"none"`` if none was due, or nothing moved.
         changed: False if the instance held the version already and nothing moved.
         nbytes: bytes received by all ranks.
         tensors: checkpoint tensors installed, in whole or in part, by any rank.
         coverage: fraction of the planned bytes that arrived: 1.0, or there is no report.
         seconds: by phase: ``wait`` (for the version), ``pause`` (until the engine stood still), ``pull`` (of
-            the slowest rank, proof included), ``commit``, ``apply`` (the engine's post-load), ``total``.
+            the slowest rank, proof included), ``commit``, ``apply`` (the engine's post-load), ``resume`` (its
+            caches flushed), ``total``.
         paused: seconds between the engine's last forward pass before and its first one after.
         ranks: figures of each rank.
     """

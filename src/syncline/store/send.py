@@ -48,6 +48,7 @@ class Sender:
         deadline = self._member.options.update_timeout
         until = time.monotonic() + deadline
         fence = update_fence(self._member, pull.begun)
+        self._forget_links()
         remotes = {
             rank: Remote(self._link(Endpoint.from_text(pull.endpoints[rank]), fence, until))
             for rank in np.unique(hops.dst).tolist()
@@ -70,6 +71,11 @@ class Sender:
             self._programs = {k: p for k, p in self._programs.items() if k[0] == plan.id}
             known = self._programs[key] = self._member.gloo.compile(plan, hops, Side.SOURCE)
         return known
+
+    def _forget_links(self) -> None:
+        """Close links to readers that died: one that comes back is another process."""
+        for peer in [peer for peer, link in self._links.items() if not link.alive]:
+            self._links.pop(peer).close()
 
     def _link(self, peer: Endpoint, fence: Fence, until: float) -> Link:
         known = self._links.get(peer.id)

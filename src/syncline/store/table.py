@@ -126,8 +126,9 @@ class TensorTable:
                     expected=f"more than {self._kept[-1][0].number}",
                     found=version,
                 )
-            draft = self._open.setdefault(version, _Draft(self._pool))
+            draft = self._open.get(version) or _Draft(self._pool)
             draft.add(tensors)
+            self._open[version] = draft  # a version of which every put was refused was never begun
 
     def complete(self, version: int) -> VersionKey:
         """Say that this process has put all its tensors; the last writer's word seals the version.

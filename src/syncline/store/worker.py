@@ -14,18 +14,22 @@ from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
 from syncline.store.member import Member
 from syncline.store.rank import RankUpdater
+from syncline.verify.effective import compare
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
     from syncline.options import Options
     from syncline.protocol.ids import Fence
     from syncline.store.adapter import EngineAdapter
+    from syncline.verify.effective import EffectiveReport
 
 logger = logging.getLogger(__name__)
 
 _IDLE = 30.0  # seconds of one wait for work; it is asked again at once
-_PATIENCE = 5.0  # seconds for a farewell
+_PATIENCE = 5.0  # seconds for a last word
+_FAREWELL = 1.0  # seconds for one that nobody depends on
 
 
 class WorkerWeightsReader:
@@ -94,6 +98,18 @@ class WorkerWeightsReader:
         if mine is not None:
             self._updater.book.check(members.writers, mine)
 
+    def check_effective(self, directory: Path) -> EffectiveReport:
+        """Compare every live tensor, bit for bit, with a fresh load by the engine's own loader.
+
+        All ranks of an instance call it together, between two updates.
+
+        Raises:
+            EffectiveMismatchError: they differ; names tensors, counts, first indices, distances.
+        """
+        report = compare(self.adapter.live_tensors(), self.adapter.load_fresh(directory))
+        report.raise_on_difference(self.who)
+        return report
+
     def close(self) -> None:
         """Stop taking part; an update under way fails for the whole instance."""
         if self._closing.is_set():
@@ -101,8 +117,8 @@ class WorkerWeightsReader:
         self._closing.set()
         if self._owns:
             self.member.close()
-        else:
-            self._leave()
+        elif not self._leave():
+            return  # no server: the thread ends with the member that it shares
         self._thread.join(_PATIENCE)
 
     def __enter__(self) -> Self:
@@ -145,11 +161,13 @@ class WorkerWeightsReader:
             self.member.fail(error)
             self.member.close()
 
-    def _leave(self) -> None:
+    def _leave(self) -> bool:
         try:
-            self.member.ask(m.Deregister(self._fence, "closed"), _PATIENCE)
+            self.member.ask(m.Deregister(self._fence, "closed"), _FAREWELL)
         except SynclineError as error:
             logger.debug("%s left without a farewell: %s", self.who, error.what)
+            return False
+        return True
 
     # --- the thread
 
@@ -199,7 +217,8 @@ class WorkerWeightsReader:
         fields["rank"] = fields.get("rank") or self.who
         touched = self._updater.touched
         try:
-            self.member.ask(m.Failed(self._fence, self._table, begun.key, begun.attempt, fields, touched))
+            note = m.Failed(self._fence, self._table, begun.key, begun.attempt, fields, touched)
+            self.member.ask(note, _PATIENCE)
         except FencedError as late:
             logger.info("%s: the attempt was over already: %s", self.who, late.what)
         except SynclineError as unheard:

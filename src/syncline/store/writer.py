@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import traceback
 from typing import TYPE_CHECKING, Literal, Self
 
 from syncline import faults
-from syncline.errors import SynclineError, to_wire
+from syncline.errors import StaleVersionError, SynclineError, to_wire
 from syncline.layout import Rules
 from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
+_HEARING = 2.0  # seconds that a server of a rank that cannot join stays: who waits for it shall hear why
 
 Wait = Literal["none", "pulled", "committed"]
 
@@ -70,6 +72,7 @@ class WeightWriter:
         embedded = adapter.rank == 0 if serve is None else serve
         self.member = Member(job, self.who, options, serve=embedded, exports=True)
         self._current: Publication | None = None
+        self._newest = -1
         self._closing = threading.Lock()
         try:
             descriptors = adapter.share()
@@ -95,10 +98,20 @@ class WeightWriter:
             timeout: seconds of the wait; ``update_timeout`` if left out.
 
         Raises:
+            StaleVersionError: not greater than the one before; nothing was changed, a window stays open.
             SynclineError: what went wrong with the version before, if nobody has been told.
             RemoteError: with ``"committed"``: an instance failed at this version.
         """
+        if version <= self._newest:
+            raise StaleVersionError(
+                "version numbers must grow",
+                rank=self.who,
+                expected=f"more than {self._newest}",
+                found=version,
+                hint="number the versions by the optimizer step; a restarted trainer makes a new writer",
+            )
         self.close_window("the next publish")
+        self._newest = version
         self.adapter.quiesce()
         until: Until = "pulled" if wait == "pulled" else "drained"
         publication = Publication(version, until, self.member, self._fence, self._table)
@@ -157,9 +170,14 @@ class WeightWriter:
         )
 
     def close(self) -> None:
-        """Close the window, leave the job, stop an embedded MetaServer. The parameters stay in place."""
+        """Close the window, leave the job, stop an embedded MetaServer. The parameters stay in place.
+
+        A MetaServer in this process waits a moment for the other ranks to leave: they need it for that.
+        """
         try:
             self.close_window("close")
+            if self.member.serves:
+                self._await_others()
         finally:
             self._hook.remove()
             self._publisher.close()
@@ -178,6 +196,18 @@ class WeightWriter:
         self._hook.remove()
         self._publisher.close()
         self.member.close()
+
+    def _await_others(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        try:
+            while (left := until - time.monotonic()) > 0:
+                status: m.Status = self.member.ask(m.StatusQuery(self._table), left)
+                tables = [one for one in status.tables if one.epoch == self._fence.epoch]
+                if not tables or len(tables[0].missing) >= tables[0].world - 1:
+                    return
+                self.member.ask(m.Watch(status.seq, left), left)
+        except SynclineError as error:
+            logger.debug("%s leaves before the others: %s", self.who, error.what)
 
     # --- registration
 
@@ -203,6 +233,8 @@ class WeightWriter:
             self.member.ask(m.JoinFailed(self._table, self.who, fields), _PATIENCE)
         except SynclineError as unheard:
             logger.warning("nobody heard that %s cannot join: %s", self.who, unheard.what)
+        if self.member.serves:
+            time.sleep(_HEARING)
         self.member.fail(error)
         self.member.close()
 

@@ -240,6 +240,7 @@ class ShmTransport:
             link = ShmLink(peer, path, hello, self._loop, deadline)
             with self._mutex:
                 old = self._links.pop(peer.id, None)
+                self._links = {name: one for name, one in self._links.items() if not one.closed}
                 self._links[peer.id] = link
         if old is not None:
             old.close()

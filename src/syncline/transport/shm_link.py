@@ -88,6 +88,11 @@ class ShmLink:
         return self._lost is None and not self._closed
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def regions(self) -> int:
         """Number of regions mapped now."""
         with self._changed:

@@ -83,8 +83,7 @@ class _Process:
         return {"seconds": time.perf_counter() - began, "nbytes": nbytes}
 
     def _effective(self, command: dict[str, Any]) -> dict[str, Any]:
-        live, fresh = self.engine.live_tensors(), self.engine.load_fresh(Path(command["checkpoint"]))
-        report = compare(live, fresh)
+        report = compare(self.engine.live_tensors(), self.engine.load_fresh(Path(command["checkpoint"])))
         return {"tensors": report.tensors, "diffs": [str(diff) for diff in report.diffs]}
 
     def _dump(self, command: dict[str, Any]) -> dict[str, Any]:
