@@ -9,7 +9,6 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

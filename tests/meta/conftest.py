@@ -6,12 +6,12 @@ import os
 import pytest
 
 from syncline.meta import MetaClient, MetaServer
+from tests.forkserver import preloaded
 from tests.meta import peer
 from tests.meta.jobs import QUICK
 
 # A process of its own for every peer, forked from one that has the imports done: it starts in milliseconds.
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["tests.meta.peer"])
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,12 @@ def client():
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _fork_server():
+    with preloaded("tests.meta.peer"):
+        yield
 
 
 class Peer:
