@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/syncline demo
 
 test: $(STAMP) lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
