@@ -20,7 +20,7 @@ from syncline.transport.base import Endpoint, Remote, Side, Staging
 from syncline.transport.buckets import ALIGN, assign, pack
 from syncline.transport.shm_link import ShmLink
 from syncline.transport.shm_program import ShmProgram
-from syncline.transport.tables import Boxes, boxes_of, picked, sliced, tables
+from syncline.transport.tables import Boxes, Table, boxes_of, by_source, picked, sliced, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -211,3 +211,33 @@ def test_boxes_can_be_picked() -> None:
     some = picked(whole, np.array([2, 0]))
     assert some.hop.tolist() == [2, 0]
     assert some.size.tolist() == [[6, 7], [2, 3]]
+
+
+def moves(table: Table) -> dict[tuple[int, int], tuple[int, int, int, int]]:
+    """Every row of a table: (slot, source byte) -> (position, destination byte, elements, hop)."""
+    found = {}
+    for i in range(len(table)):
+        for row in range(int(table.rows[i])):
+            place = int(table.src_base[i] + row * table.src_stride[i])
+            position = int(table.position[i] + row * table.position_stride[i])
+            target = int(table.dst_base[i] + row * table.dst_stride[i])
+            key = (int(table.src_slot[i]), place)
+            assert key not in found
+            found[key] = (position, target, int(table.elems[i]), int(table.hop[i]))
+    return found
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(1, 2000))
+def test_the_order_of_the_source_changes_no_row(rows: int, width: int, cuts: int, span: int) -> None:
+    """Column cuts of one matrix, as several hops: the same rows, neighbours one after another."""
+    size = np.full((cuts, 2), (rows, width), np.int64)
+    stride = np.broadcast_to(np.array([cuts * width, 1], np.int64), size.shape)
+    base, zero = np.arange(cuts) * width, np.zeros(cuts, np.int64)
+    stream = Stream.of_bytes(base, stride, np.full(cuts, 4))
+    dtype = np.full(cuts, code("float32"), np.uint8)
+    made = Boxes(np.arange(cuts), size, Stream(base, stride, 1), stream, stream, dtype, dtype, zero, zero)
+    (table,) = tables(made, positions=True)
+    ordered = by_source(table, span)
+    assert moves(ordered) == moves(table)
+    assert (np.diff(ordered.src_base) > 0).all()
+    assert (ordered.rows <= np.maximum(1, span // np.maximum(1, ordered.src_stride))).all()

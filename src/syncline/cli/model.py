@@ -61,6 +61,7 @@ def _gguf() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would draw over the display of whoever prepares
     try:
         import gguf  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport] (what Transformers reads GGUF with)
         import torch  # noqa: PLC0415

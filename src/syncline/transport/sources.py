@@ -14,11 +14,13 @@ from syncline.plan.lower import Stream
 from syncline.transport import work
 from syncline.transport.base import Limits
 from syncline.transport.running import Running
-from syncline.transport.tables import SLICE_BYTES, Boxes, Place, sliced, slots_of, tables
+from syncline.transport.tables import SLICE_BYTES, Boxes, Place, by_source, sliced, slots_of, tables
 
 if TYPE_CHECKING:
     from syncline.memory.binding import Binding
     from syncline.plan import DigestRows, Plan
+
+_SPAN = 128 << 10  # bytes of source that are read together: they fit into a core's own cache
 
 
 class SourceDigests:
@@ -36,9 +38,10 @@ class SourceDigests:
         position = Stream.of_positions(rows.offset, plan.global_shape[rows.tensor])
         number = np.arange(len(rows))
         boxes = Boxes(number, rows.size, position, stream, None, rows.src_dtype, rows.dtype, slot, nobody)
-        self._empty = int(np.count_nonzero(rows.nbytes == 0))
-        self._tables = tables(sliced(boxes, SLICE_BYTES), positions=True)
-        self._parts = work.parts(self._tables)
+        made = tables(sliced(boxes, SLICE_BYTES), positions=True)
+        self._tables = [by_source(table, _SPAN) for table in made]
+        # in this order the plan's rows end all over the place: they are counted when all is done
+        self._parts = [part._replace(hops=0) for part in work.parts(self._tables)]
         self._mutex = threading.Lock()
         self._bound = self._busy = False
 
@@ -66,12 +69,12 @@ class SourceDigests:
         def body(running: Running) -> None:
             point("digest.before_source")
             out = np.zeros(self.rows, np.uint64)
-            running.add(0, self._empty)
             try:
                 work.run(running, self._parts, work.digest_source, out)
             finally:
                 with self._mutex:
                     self._busy = False
+            running.add(0, self.rows)
             running.digests = out
 
         return Running("digest of the source", body, self.nbytes, self.rows, limits or Limits())
