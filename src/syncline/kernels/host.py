@@ -117,7 +117,10 @@ def copy_digest_runs(  # noqa: PLR0917 -- a table's columns
     start: int = 0,
     stop: int | None = None,
 ) -> NDArray[np.uint64]:
-    """Copy, and add to ``out[group]`` the digest of the installed bytes, read back from the destination.
+    """Copy, and add to ``out[group]`` the digest of the bytes, read again while the nearest cache holds them.
+
+    They are the source's: what is streamed past the caches would have to come back from memory. Level
+    ``installed`` does that, as a pass of its own.
 
     Arguments as in `copy_runs` and `digest_runs`; a negative group copies without digest.
     """

@@ -17,7 +17,6 @@ from numba import njit, types
 from syncline.kernels.native_ir import (
     brain_to_single,
     copy_line,
-    digest_copied_lines,
     digest_lines,
     fence,
     fetch_line,
@@ -159,32 +158,25 @@ def _digest_words(addr, n, p, keys):
     return total
 
 
-def _make_digest_chunk(lines_digester):
-    @njit
-    def digest_chunk(addr, n, p, keys, read_ahead, write_ahead):
-        """Digest n bytes that lie within one block, the first at canonical byte p."""
-        total = U(0)
-        block = _block_weight(p)
-        head = min(n, (U(4) - p) & U(3))
-        if head:
-            total += _digest_bytes(addr, head, p, keys)
-            addr, p, n = addr + head, p + head, n - head
-        lines = n >> U(6)
-        if lines:
-            total += lines_digester(addr, lines, keys + (p & U(16380)), read_ahead, write_ahead)
-            addr, p, n = addr + (lines << U(6)), p + (lines << U(6)), n & U(63)
-        if n >= U(4):
-            total += _digest_words(addr, n >> U(2), p, keys)
-            addr, p, n = addr + (n & U(60)), p + (n & U(60)), n & U(3)
-        if n:
-            total += _digest_bytes(addr, n, p, keys)
-        return total * block
-
-    return digest_chunk
-
-
-_digest_chunk = _make_digest_chunk(digest_lines)
-_digest_copied = _make_digest_chunk(digest_copied_lines)
+@njit
+def _digest_chunk(addr, n, p, keys, read_ahead):
+    """Digest n bytes that lie within one block, the first at canonical byte p."""
+    total = U(0)
+    block = _block_weight(p)
+    head = min(n, (U(4) - p) & U(3))
+    if head:
+        total += _digest_bytes(addr, head, p, keys)
+        addr, p, n = addr + head, p + head, n - head
+    lines = n >> U(6)
+    if lines:
+        total += digest_lines(addr, lines, keys + (p & U(16380)), read_ahead)
+        addr, p, n = addr + (lines << U(6)), p + (lines << U(6)), n & U(63)
+    if n >= U(4):
+        total += _digest_words(addr, n >> U(2), p, keys)
+        addr, p, n = addr + (n & U(60)), p + (n & U(60)), n & U(3)
+    if n:
+        total += _digest_bytes(addr, n, p, keys)
+    return total * block
 
 
 @njit
@@ -195,7 +187,7 @@ def _digest_row(addr, n, p, keys, next_row):
             n, READ_CHUNK - (p & (READ_CHUNK - U(1)))
         )  # chunks end at canonical multiples: within a block
         ahead = addr + m if m < n else next_row
-        total += _digest_chunk(addr, m, p, keys, ahead, ahead)
+        total += _digest_chunk(addr, m, p, keys, ahead)
         addr, p, n = addr + m, p + m, n - m
     return total
 
@@ -222,7 +214,7 @@ def digest_runs(addr, rows, elems, stride, pos, pos_stride, itemsize, group, out
 
 @njit(inline="always")
 def _copy_lines(d, s, n):
-    """Copy through the caches, because the bytes are read back at once."""
+    """Copy a short piece through the caches: its ragged edges would cost more than streaming saves."""
     if n <= U(8):
         _copy_small(d, s, n)
         return
@@ -235,13 +227,16 @@ def _copy_lines(d, s, n):
 
 
 @njit
-def _copy_digest_row(d, s, n, p, keys, next_d, next_s):
+def _copy_digest_row(d, s, n, p, keys, next_s):
     total = U(0)
     while n:
         m = min(n, COPY_CHUNK - (p & (COPY_CHUNK - U(1))))
-        _copy_lines(d, s, m)
-        more = m < n
-        total += _digest_copied(d, m, p, keys, s + m if more else next_s, d + m if more else next_d)
+        ahead = s + m if m < n else next_s
+        if m < STREAM_FROM:
+            _copy_lines(d, s, m)
+        else:
+            _stream_row(d, s, m, ahead - s)
+        total += _digest_chunk(s, m, p, keys, ahead)
         d, s, p, n = d + m, s + m, p + m, n - m
     return total
 
@@ -282,7 +277,7 @@ def copy_digest_runs(  # noqa: PLR0917 -- a table's columns
             continue
         total = U(0)
         for _ in range(rows[i]):
-            total += _copy_digest_row(d, s, n, p, keys, d + dd, s + ss)
+            total += _copy_digest_row(d, s, n, p, keys, s + ss)
             d, s, p = d + dd, s + ss, p + pos_stride[i] * size
         out[group[i]] += total
     fence()
@@ -312,7 +307,7 @@ def _cast_digest_row(code, d, s, n, p, keys, digested, in_place, src_size, size,
         m = min(n, (COPY_CHUNK - (p & (COPY_CHUNK - U(1)))) // size)
         _cast_elements(code, d, s, m)
         if digested:
-            total += _digest_chunk(d, m * size, p, keys, s + m * src_size if m < n else next_s, d)
+            total += _digest_chunk(d, m * size, p, keys, s + m * src_size if m < n else next_s)
         s, p, n = s + m * src_size, p + m * size, n - m
         if in_place:
             d += m * size

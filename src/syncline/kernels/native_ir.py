@@ -169,48 +169,36 @@ def _line_at(builder: Any, base: Any, offset: Any) -> Any:
     return builder.load(builder.bitcast(pointer, _LINE.as_pointer()), align=1)
 
 
-def _line_digester(writes_ahead: bool) -> Callable[..., Any]:
-    """Make ``digest(addr, lines, keys, read_ahead, write_ahead)``: sum of key * word over whole cache lines.
+@intrinsic
+def digest_lines(typing_context: Any, addr: Any, lines: Any, keys: Any, read_ahead: Any) -> Any:
+    """Return the sum of key * word over whole cache lines.
 
     A 64-bit lane holds two words and two keys: its low halves are multiplied in place, its high halves
-    after a shift, so nothing is unpacked. While a line is multiplied, the line that will be copied next is
+    after a shift, so nothing is unpacked. While a line is multiplied, the line that will be read next is
     fetched: the memory bus would idle otherwise.
     """
+    signature = types.uint64(*[types.uint64] * 4)
 
-    @intrinsic
-    def digest(
-        typing_context: Any, addr: Any, lines: Any, keys: Any, read_ahead: Any, write_ahead: Any
-    ) -> Any:
-        signature = types.uint64(*[types.uint64] * 5)
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        addr, lines, keys, read_ahead = args
+        low, shift = (ir.Constant(_LINE, [v] * 8) for v in (0xFFFFFFFF, 32))
+        zero = ir.Constant(_LINE, [0] * 8)
+        sums = [cgutils.alloca_once(builder, _LINE) for _ in range(2)]
+        for total in sums:
+            builder.store(zero, total)
+        with cgutils.for_range(builder, lines, intp=_WORD) as loop:
+            offset = builder.shl(loop.index, ir.Constant(_WORD, 6))
+            words, weights = _line_at(builder, addr, offset), _line_at(builder, keys, offset)
+            _ahead(builder, read_ahead, offset, 0)
+            even = builder.mul(builder.and_(words, low), builder.and_(weights, low))
+            odd = builder.mul(builder.lshr(words, shift), builder.lshr(weights, shift))
+            for total, product in zip(sums, (even, odd), strict=True):
+                builder.store(builder.add(builder.load(total), product), total)
+        both = builder.add(*(builder.load(total) for total in sums))
+        lanes = [builder.extract_element(both, ir.Constant(ir.IntType(32), i)) for i in range(8)]
+        return functools.reduce(builder.add, lanes)
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            addr, lines, keys, read_ahead, write_ahead = args
-            low, shift = (ir.Constant(_LINE, [v] * 8) for v in (0xFFFFFFFF, 32))
-            zero = ir.Constant(_LINE, [0] * 8)
-            sums = [cgutils.alloca_once(builder, _LINE) for _ in range(2)]
-            for total in sums:
-                builder.store(zero, total)
-            with cgutils.for_range(builder, lines, intp=_WORD) as loop:
-                offset = builder.shl(loop.index, ir.Constant(_WORD, 6))
-                words, weights = _line_at(builder, addr, offset), _line_at(builder, keys, offset)
-                _ahead(builder, read_ahead, offset, 0)
-                if writes_ahead:
-                    _ahead(builder, write_ahead, offset, 1)
-                even = builder.mul(builder.and_(words, low), builder.and_(weights, low))
-                odd = builder.mul(builder.lshr(words, shift), builder.lshr(weights, shift))
-                for total, product in zip(sums, (even, odd), strict=True):
-                    builder.store(builder.add(builder.load(total), product), total)
-            both = builder.add(*(builder.load(total) for total in sums))
-            lanes = [builder.extract_element(both, ir.Constant(ir.IntType(32), i)) for i in range(8)]
-            return functools.reduce(builder.add, lanes)
-
-        return signature, generate
-
-    return digest
-
-
-digest_lines = _line_digester(writes_ahead=False)
-digest_copied_lines = _line_digester(writes_ahead=True)
+    return signature, generate
 
 
 def _cast(source: types.Type, result: types.Type, emit: Callable[[Any, Any], Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     U64 = NDArray[np.uint64]
 
-CALL_BYTES = 32 << 20
+CALL_BYTES = 8 << 20
 """Wire bytes of one kernel call: long enough to hide its overhead, short enough to stop within it."""
 
 
