@@ -81,7 +81,7 @@ def mismatched(published: Published, hops: Hops, digests: NDArray[np.uint64]) ->
     Args:
         published: digests by piece.
         hops: the reader's hops; each names its pieces.
-        digests: uint64[H], the digest of what each hop installed.
+        digests: uint64[H], the digest of what each hop received (or, read again, of what stands in memory).
 
     Raises:
         DigestMismatchError: a piece that nobody digested.
