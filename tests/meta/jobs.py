@@ -47,7 +47,7 @@ class Trainer:
         ]
 
     def put(self, number, **changes):
-        fields = {"manifest_fp": FP, "binding_generation": 0, "source": "live", "binding": b""} | changes
+        fields = {"manifest_fp": FP, "binding_generation": 0, "source": "live", "binding_fp": b""} | changes
         for client, fence in zip(self.clients, self.fences, strict=True):
             put = client.request(m.Put(fence, "t", number, **fields))
             client.request(m.Digests(fence, "t", put.key, PLAN, b"d"))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from syncline.errors import DeadlineError, FencedError, ProtocolError, RevokedError
+from syncline.errors import DeadlineError, FencedError, ManifestError, ProtocolError, RevokedError
 from syncline.meta import JobDir
 from syncline.protocol import messages as m
 from tests.meta.jobs import FP, PLAN, Engine, Trainer, instance_status, key, manifest, reader, status, writer
@@ -149,7 +149,7 @@ def test_a_closed_window_stays_closed(restart, client):
     (version,) = status(engine.control).versions
     assert (version.state, version.closed) == ("RETIRED", (0, 1))
     with pytest.raises(ProtocolError, match="put twice"):
-        trainer.put(1, binding=b"other")
+        trainer.put(1, binding_fp=b"other")
     trainer.put(2)
     assert engine.update() == key(1, 2)
 
@@ -274,3 +274,25 @@ def test_a_watcher_is_told_of_a_restart(restart, client):
     restart()
     kinds = [next(events).kind, next(events).kind]
     assert kinds == ["restarted", "joined"]
+
+
+def test_a_new_server_gets_the_bindings_that_versions_name(restart, client):
+    restart()
+    trainer, engine = Trainer(client, world=1), Engine(client)
+    (owner,), (fence,) = trainer.clients, trainer.fences
+    name = owner.put_binding(fence, b"where it lies")
+    trainer.put(1, binding_fp=name)
+    restart()
+    worker, own = engine.workers[0], engine.worker_fences[0]
+    assert worker.get_binding(own, name, 5.0) == b"where it lies"
+    trainer.put(2, binding_fp=name)
+    restart()
+    assert worker.get_binding(own, name, 5.0) == b"where it lies"
+
+
+def test_a_binding_goes_by_its_own_hash(restart, client):
+    restart()
+    trainer = Trainer(client, world=1)
+    (owner,), (fence,) = trainer.clients, trainer.fences
+    with pytest.raises(ManifestError, match="hash"):
+        owner.request(m.PutBinding(fence, b"x" * 16, b"where"))

@@ -22,7 +22,7 @@ from tests.protocol.world import World
 # proves the lists right.
 FLAT: dict[type, tuple[str, ...]] = {
     World: ("seen", "digests", "puts", "down"),
-    Core: ("members", "ended", "progress", "manifests", "waits", "resolved"),
+    Core: ("members", "ended", "progress", "manifests", "bindings", "waits", "resolved"),
     Table: ("refusals",),
     Leases: ("expires",),
     WriterGroup: ("slots", "last", "gone", "orderly"),

@@ -25,6 +25,8 @@ def fenced_requests(writer: Any, fleet: Any, begun: m.Begun, fences: dict[str, F
         m.Deregister(w),
         m.PutManifest(w, b"f", b"x"),
         m.GetManifest(w, b"fp0", 5.0),
+        m.PutBinding(w, b"b", b"x"),
+        m.GetBinding(w, b"b", 5.0),
         m.AwaitMembers(w, TABLE, 5.0),
         m.Put(w, TABLE, 2, b"fp0", 1, "live", b"binding"),
         m.Digests(w, TABLE, key(1), b"plan", b"digest0"),
@@ -61,7 +63,7 @@ def change(what: str, fence: Fence) -> Fence:
 
 
 @pytest.mark.parametrize("what", ["job", "boot", "epoch", "member", "attempt"])
-@pytest.mark.parametrize("index", range(25))
+@pytest.mark.parametrize("index", range(27))
 def test_a_wrong_fence_changes_nothing(what: str, index: int) -> None:
     job, writers, fleet = setup()
     begun = fleet.controller.begin()
@@ -402,3 +404,33 @@ def test_manifests_are_kept_by_fingerprint_and_waited_for() -> None:
         job.send(m.PutManifest(writers[0].fence, b"x%d" % number, b"blob"))
     assert len(job.state.core.manifests) <= 65
     assert job.send(m.GetManifest(writers[1].fence, b"fp0", 5.0)).blob == b"blob"
+
+
+def test_bindings_are_put_once_and_named_by_versions() -> None:
+    job = Job()
+    writers, fleet = job.writers(), job.fleet()
+    waiting = job.send(m.GetBinding(fleet.workers[0].fence, b"b0", 5.0))
+    job.send(m.PutBinding(writers[0].fence, b"b0", b"where"))
+    assert job.reply(waiting) == m.BindingBlob(b"b0", b"where")
+    late = job.send(m.GetBinding(fleet.workers[0].fence, b"none", 5.0))
+    job.wait(5, *writers, *fleet.all)
+    with pytest.raises(DeadlineError, match="writer whose version names it"):
+        job.reply(late)
+
+
+def test_a_binding_is_kept_while_a_version_names_it_and_no_longer() -> None:
+    job = Job()
+    (writer,) = job.writers(1)
+    for number in range(1, 60):
+        name = b"b%d" % number
+        job.send(m.PutBinding(writer.fence, name, b"where"))
+        job.send(m.Put(writer.fence, TABLE, number, b"fp0", number, "live", name))
+        assert name in job.state.core.bindings
+    named = {
+        place.binding_fp
+        for version in job.state.core.tables[TABLE].versions.values()
+        for place in version.puts.values()
+    }
+    assert b"b59" in named
+    job.send(m.PutBinding(writer.fence, b"newest", b"where"))
+    assert set(job.state.core.bindings) == named | {b"newest"}

@@ -32,6 +32,7 @@ def test_every_deferrable_request_carries_a_deadline() -> None:
     deferrable = {
         m.AwaitMembers,
         m.GetManifest,
+        m.GetBinding,
         m.FetchDigests,
         m.CloseWindow,
         m.WaitCommitted,

@@ -10,12 +10,14 @@ from torch import nn
 
 from syncline.errors import AdapterError, SynclineError, VersionAbortedError
 from syncline.layout import Rules
+from syncline.meta.client import MetaClient
 from syncline.plan.plan import Plan
 from tests.store.pair import Engine, Trainer, module, stamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncline.protocol.messages import Message
     from syncline.store.reader import WeightReader
     from syncline.store.writer import WeightWriter
     from tests.store.pair import Job
@@ -258,3 +260,34 @@ def test_publishing_needs_no_reader(job: Job) -> None:
     reader = job.reader(Engine(served))
     assert reader.update().key.number == 2  # a late reader gets the version whose window is open
     assert equal(trained, served)
+
+
+def test_an_update_before_which_nothing_moved_sends_no_metadata(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, served = Net(), Net(-1.0)
+    writer, reader, trainer = joined(job, trained, served)
+    writer.publish(1)
+    reader.update(1)
+    sent: list[str] = []
+    real = MetaClient.request
+
+    def request(self: MetaClient, message: Message, deadline: float | None = None) -> object:
+        sent.append(type(message).__name__)
+        return real(self, message, deadline)
+
+    monkeypatch.setattr(MetaClient, "request", request)
+    metadata = {"PutManifest", "GetManifest", "PutBinding", "GetBinding"}
+    for number in (2, 3):
+        with trainer.mutation("a step"):
+            trained.first.weight.data.fill_(float(number))
+        writer.publish(number)
+        reader.update(number)
+        assert equal(trained, served)
+    assert "Put" in sent
+    assert not metadata & set(sent)
+    with trainer.mutation("moved"):
+        clones(trained)
+    writer.publish(4)
+    reader.update(4)
+    assert sent.count("PutBinding") == sent.count("GetBinding") == 1

@@ -20,6 +20,7 @@ from syncline.meta.session import Session
 from syncline.meta.versions import library_version
 from syncline.options import Options
 from syncline.protocol import messages as m
+from syncline.protocol.ids import blob_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,6 +219,27 @@ class MetaClient:
         while len(self._cache) > _CACHED_MANIFESTS:
             self._cache.popitem(last=False)
         return manifest
+
+    # --- bindings
+
+    def put_binding(self, fence: Fence, blob: bytes, deadline: float | None = None) -> bytes:
+        """Store a writer's encoded binding at the server; return its hash, by which puts name it."""
+        name = blob_name(blob)
+        self.request(m.PutBinding(fence, name, blob), deadline)
+        return name
+
+    def get_binding(self, fence: Fence, name: bytes, deadline: float | None = None) -> bytes:
+        """Return a writer's encoded binding by its hash, waiting for the writer to store it.
+
+        Raises:
+            DeadlineError: nobody stored it.
+            ManifestError: what came is not what the hash names.
+        """
+        seconds = self._options.connect_timeout if deadline is None else deadline
+        reply: m.BindingBlob = self.request(m.GetBinding(fence, name, seconds), seconds)
+        if blob_name(reply.blob) != name:
+            raise ManifestError("the MetaServer sent another binding than was asked for", expected=name.hex())
+        return reply.blob
 
     # --- events
 

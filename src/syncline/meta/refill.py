@@ -53,6 +53,7 @@ class Membership:
         self.progress: Callable[[], int] | None = None
         self.next_beat, self.beating = 0.0, False
         self._offers: dict[VersionKey, _Offer] = {}
+        self._bindings: dict[bytes, m.PutBinding] = {}  # newest last
         self._last: VersionKey | None = None
         self._held: tuple[VersionKey | None, bool] = (None, False)  # replaced as one: two threads write it
         self._owner_tells = False
@@ -74,6 +75,8 @@ class Membership:
     def answered(self, request: m.Message, reply: m.Message) -> None:
         """Remember what a request achieved."""
         match request, reply:
+            case m.PutBinding(), _:
+                self._binding(request)
             case m.Put(), m.PutDone():
                 self._put(request, reply)
             case m.Digests(), _:
@@ -82,6 +85,11 @@ class Membership:
                 self._offers.pop(request.key, None)
             case m.CloseWindow(), _:
                 self._window(request)
+            case _:
+                self._of_a_reader(request, reply)
+
+    def _of_a_reader(self, request: m.Message, reply: m.Message) -> None:
+        match request, reply:
             case m.BeginUpdate(), m.Begun() if request.mode == "in_place":
                 self._touched()
             case m.BeginUpdate(), m.Current():
@@ -109,6 +117,11 @@ class Membership:
         self._offers.setdefault(reply.key, _Offer(request))
         live = sorted(key for key, offer in self._offers.items() if offer.put.source == "live")
         self._close(live[:-1])
+
+    def _binding(self, request: m.PutBinding) -> None:
+        named = {offer.put.binding_fp for offer in self._offers.values()}
+        self._bindings = {name: one for name, one in self._bindings.items() if name in named}
+        self._bindings[request.binding_fp] = request
 
     def _digests(self, request: m.Digests) -> None:
         if (offer := self._offers.get(request.key)) is not None:
@@ -140,6 +153,10 @@ class Membership:
             return msgspec.structs.replace(self.request, previous=self.fence, last=self._last)
         committed, dirty = self._held
         return msgspec.structs.replace(self.request, previous=self.fence, committed=committed, dirty=dirty)
+
+    def bindings(self) -> list[m.PutBinding]:
+        """Return the bindings that puts name, or soon will, under the newest fence."""
+        return [msgspec.structs.replace(one, fence=self.fence) for one in self._bindings.values()]
 
     def offers(self) -> list[m.Put | m.Digests]:
         """Return the puts and digests to repeat, in order, under the newest fence."""

@@ -150,7 +150,7 @@ class Roster:
             manifest = self.manifests[name]
             blob = manifest if isinstance(manifest, bytes) else manifest.encode()
             ask(m.PutManifest(membership.fence, name, blob), _log_refusal)
-        for offer in offers:
+        for offer in [*membership.bindings(), *offers]:
             ask(offer, _log_refusal)
         ask(m.Heartbeat(membership.fence, self._count(membership)), told)
 

@@ -28,6 +28,7 @@ from syncline.meta.versions import library_version
 from syncline.meta.zap import DOMAIN, Gatekeeper
 from syncline.options import Options
 from syncline.protocol import messages as m
+from syncline.protocol.ids import blob_name
 from syncline.protocol.job import Deferred, JobState, Timing
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _IDLE_WAIT = 1.0
 _SHORTEST_WAIT = 0.002
 _BATCH = 256  # requests handled before deferred answers and deadlines get their turn
 _MAX_MANIFEST_NBYTES = 1 << 30
+_MAX_BINDING_NBYTES = 1 << 30
 _STOP_PATIENCE = 10.0
 _DEAF = 0.25  # seconds; a longer pause does not count for leases and deadlines
 
@@ -325,6 +327,8 @@ class MetaServer:
             raise
         if isinstance(request, m.PutManifest):
             self._check_manifest(request)
+        if isinstance(request, m.PutBinding):
+            self._check_binding(request)
         point("meta.before_handle")
         reply = self._state.handle(request, self._clock.now())
         if self._state.epochs != self._record.epochs:
@@ -360,6 +364,20 @@ class MetaServer:
                 "a manifest is not the one that its fingerprint names",
                 expected=request.manifest_fp.hex(),
                 found=found.hex(),
+            )
+
+    def _check_binding(self, request: m.PutBinding) -> None:
+        """Refuse a binding under another name than its own, or one too many."""
+        total = sum(len(one.blob) for one in self._state.core.bindings.values()) + len(request.blob)
+        if total > _MAX_BINDING_NBYTES:
+            raise ProtocolError(
+                "the MetaServer holds too many bindings",
+                expected=f"at most {_MAX_BINDING_NBYTES} bytes",
+                found=f"{total} bytes",
+            )
+        if blob_name(request.blob) != request.binding_fp:
+            raise ManifestError(
+                "a binding is not the one that its hash names", found=request.binding_fp.hex()
             )
 
     def _after(self) -> None:

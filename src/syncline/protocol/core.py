@@ -97,6 +97,14 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes that one member stored, for others to fetch by name."""
+
+    owner: int
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """What a handler returns that cannot answer yet: whom it waits for, in words."""
 
@@ -134,6 +142,7 @@ class Core:
         self.progress: dict[int, int] = {}
         self.leases = Leases(timing.lease)
         self.manifests: dict[bytes, bytes] = {}
+        self.bindings: dict[bytes, Blob] = {}
         self.tables: dict[str, Table] = {}
         self.waits: dict[int, Wait] = {}
         self.resolved: list[Resolved] = []

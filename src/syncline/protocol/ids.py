@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 
@@ -40,3 +42,8 @@ class VersionKey(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.number}"
+
+
+def blob_name(blob: bytes) -> bytes:
+    """Return the 16 bytes by which stored bytes are fetched: their blake2b hash."""
+    return hashlib.blake2b(blob, digest_size=16).digest()

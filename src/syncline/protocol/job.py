@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import DeadlineError, FencedError, ProtocolError, SynclineError
-from syncline.protocol import membership, publish, requests, status, steps, update
+from syncline.protocol import blobs, membership, publish, requests, status, steps, update
 from syncline.protocol.core import Core, Member, Resolved, Timing, Wait, Waiting, check_deadline
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ _FENCED: dict[type[Message], tuple[str, Callable[..., Any]]] = {
     requests.AwaitMembers: ("member", membership.await_members),
     requests.Heartbeat: ("member", membership.heartbeat),
     requests.Deregister: ("member", membership.deregister),
-    requests.PutManifest: ("member", membership.put_manifest),
-    requests.GetManifest: ("member", membership.get_manifest),
+    requests.PutManifest: ("member", blobs.put_manifest),
+    requests.GetManifest: ("member", blobs.get_manifest),
+    requests.PutBinding: ("writer", blobs.put_binding),
+    requests.GetBinding: ("member", blobs.get_binding),
     requests.Put: ("writer", publish.put),
     requests.Digests: ("writer", publish.digests),
     requests.FetchDigests: ("member", publish.fetch_digests),

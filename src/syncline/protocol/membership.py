@@ -1,4 +1,4 @@
-"""Joining and leaving: registrations, claims of those who come back, ends of members, manifests.
+"""Joining and leaving: registrations, claims of those who come back, ends of members.
 
 A process can die between any two requests; its lease then ends it as `end` does. A registration whose answer
 was lost is recognised by its ``process`` and answered alike.
@@ -13,14 +13,13 @@ from syncline.protocol.core import MAX_ENDED, Core, Member, Table, Waiting
 from syncline.protocol.ids import Fence
 from syncline.protocol.instance import Instance
 from syncline.protocol.parts import InstanceLayout, RankLayout
-from syncline.protocol.replies import Done, ManifestBlob, Members, Registered
+from syncline.protocol.replies import Done, Members, Registered
 from syncline.protocol.version import VersionState
 from syncline.protocol.writers import WriterGroup
 
 if TYPE_CHECKING:
     from syncline.protocol import requests as req
 
-MAX_MANIFESTS = 64  # beyond this, those that nobody refers to are dropped
 MAX_REFUSALS = 16
 MAX_WORLD = 1 << 16
 
@@ -354,32 +353,3 @@ def await_members(core: Core, member: Member, request: req.AwaitMembers, _until:
     )
     writers = tuple(RankLayout(one.manifest_fp, one.host, one.rules) for one in slots)
     return Members(table.epoch, writers, complete_instances(core, table))
-
-
-# --- manifests
-
-
-def put_manifest(core: Core, _member: Member, request: req.PutManifest, _until: float) -> Done:
-    """Store an encoded manifest; identical ranks share one."""
-    core.manifests[request.manifest_fp] = request.blob
-    if len(core.manifests) > MAX_MANIFESTS:
-        used = {member.manifest_fp for member in core.members.values()} | {request.manifest_fp}
-        for table in core.tables.values():
-            for version in table.versions.values():
-                used |= {place.manifest_fp for place in version.puts.values()}
-                used |= {rank.manifest_fp for one in version.memberships[-1] for rank in one.ranks}
-        core.manifests = {fp: blob for fp, blob in core.manifests.items() if fp in used}
-    return Done()
-
-
-def get_manifest(
-    core: Core, _member: Member, request: req.GetManifest, _until: float
-) -> ManifestBlob | Waiting:
-    """Answer once somebody has stored the manifest."""
-    blob = core.manifests.get(request.manifest_fp)
-    if blob is None:
-        owners = sorted(one.who for one in core.members.values() if one.manifest_fp == request.manifest_fp)
-        return Waiting(
-            f"the manifest {request.manifest_fp.hex()} of {', '.join(owners) or 'nobody registered'}"
-        )
-    return ManifestBlob(request.manifest_fp, blob)

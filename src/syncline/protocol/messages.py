@@ -24,6 +24,7 @@ from syncline.protocol.replies import (
     AllVerified,
     AppliedDone,
     Begun,
+    BindingBlob,
     CommitSummary,
     Committed,
     Current,
@@ -61,12 +62,14 @@ from syncline.protocol.requests import (
     Digests,
     Failed,
     FetchDigests,
+    GetBinding,
     GetManifest,
     Heartbeat,
     JoinFailed,
     Pin,
     Progress,
     Put,
+    PutBinding,
     PutManifest,
     RegisterReader,
     RegisterWriter,
@@ -93,6 +96,7 @@ __all__ = [
     "AwaitVerified",
     "BeginUpdate",
     "Begun",
+    "BindingBlob",
     "CloseWindow",
     "Commit",
     "CommitSummary",
@@ -107,6 +111,7 @@ __all__ = [
     "Events",
     "Failed",
     "FetchDigests",
+    "GetBinding",
     "GetManifest",
     "Heartbeat",
     "InstanceLayout",
@@ -123,6 +128,7 @@ __all__ = [
     "Pull",
     "Pulls",
     "Put",
+    "PutBinding",
     "PutDone",
     "PutManifest",
     "RankLayout",
@@ -155,6 +161,8 @@ Request = (
     | Deregister
     | PutManifest
     | GetManifest
+    | PutBinding
+    | GetBinding
     | Put
     | Digests
     | FetchDigests
@@ -184,6 +192,7 @@ Reply = (
     | Registered
     | Members
     | ManifestBlob
+    | BindingBlob
     | PutDone
     | DigestBlobs
     | WindowClosed

@@ -32,7 +32,7 @@ class InstanceLayout(msgspec.Struct, frozen=True):
 
 
 class WriterSource(msgspec.Struct, frozen=True):
-    """Where one writer rank's shards of a version lie: its manifest, host, endpoint and binding."""
+    """Where one writer rank's shards of a version lie: manifest and binding by name, host, endpoint."""
 
     rank: int
     member: int
@@ -40,6 +40,6 @@ class WriterSource(msgspec.Struct, frozen=True):
     host: str
     endpoint: str
     binding_generation: int
-    binding: bytes
+    binding_fp: bytes
     source: Source
     rules: bytes = b""

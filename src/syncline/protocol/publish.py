@@ -51,7 +51,7 @@ def put(core: Core, member: Member, request: req.Put, _until: float) -> PutDone:
         member.host,
         member.endpoint,
         request.binding_generation,
-        request.binding,
+        request.binding_fp,
         request.source,
         member.rules,
     )

@@ -50,6 +50,13 @@ class ManifestBlob(Message, frozen=True):
     blob: bytes
 
 
+class BindingBlob(Message, frozen=True):
+    """A writer's encoded binding."""
+
+    binding_fp: bytes
+    blob: bytes
+
+
 class PutDone(Message, frozen=True):
     """The put was recorded.
 

@@ -127,6 +127,22 @@ class GetManifest(Message, frozen=True):
     deadline: float
 
 
+class PutBinding(Message, frozen=True):
+    """Store a writer's encoded binding under its hash, which the server checks. Answered by `Done`."""
+
+    fence: Fence
+    binding_fp: bytes
+    blob: bytes
+
+
+class GetBinding(Message, frozen=True):
+    """Fetch a writer's binding; deferred until the writer has stored it. Answered by `BindingBlob`."""
+
+    fence: Fence
+    binding_fp: bytes
+    deadline: float
+
+
 # --- versions
 
 
@@ -137,8 +153,8 @@ class Put(Message, frozen=True):
     earlier boot of the server. Answered by `PutDone`.
 
     Attributes:
-        binding_generation: generation of ``binding``; a program bound to another one is refused.
-        binding: the rank's encoded binding.
+        binding_generation: generation of the binding; a program bound to another one is refused.
+        binding_fp: hash of the rank's binding, as put by `PutBinding`.
         refill: put again after a restart of the server.
         closed: the rank's window on this version is closed already (refill only).
     """
@@ -149,7 +165,7 @@ class Put(Message, frozen=True):
     manifest_fp: bytes
     binding_generation: int
     source: Source
-    binding: bytes
+    binding_fp: bytes
     refill: bool = False
     closed: bool = False
 

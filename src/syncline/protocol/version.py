@@ -184,4 +184,4 @@ class Version:
 
 
 def _contents(place: WriterSource) -> tuple[bytes, int, bytes, str]:
-    return place.manifest_fp, place.binding_generation, place.binding, place.source
+    return place.manifest_fp, place.binding_generation, place.binding_fp, place.source

@@ -39,7 +39,7 @@ class Fetcher:
 
     def __init__(self, member: Member, fence: Fence) -> None:
         self._member, self._fence = member, fence
-        self._puller = Puller(member, "shm")
+        self._puller = Puller(member, fence, "shm")
         self._generation = itertools.count(1)
 
     def layout(self, places: Sequence[WriterSource]) -> Layout:

@@ -59,7 +59,7 @@ class Publisher:
         self._descriptors = descriptors
         self._book = member.plans(fence)
         self._writers: tuple[RankLayout, ...] = ()
-        self._offer: tuple[int, bytes] = (-1, b"")
+        self._offer: tuple[int, bytes] = (-1, b"")  # generation of the binding that was put, and its hash
         self._sameness = Sameness()
         self._digester = Digester(adapter.rank, member.options.threads)
         self._digesting = threading.Lock()
@@ -121,13 +121,14 @@ class Publisher:
         self._digest(reply.key, reply.membership, binding)
 
     def _offered(self, binding: Binding) -> bytes:
-        """Return the offer of a binding; regions are exported when the binding is new."""
+        """Return the hash of a binding's offer, which is put and its regions exported when it is new."""
         if self._offer[0] != binding.generation:
             tickets = []
             for region in binding.regions.values():
                 registration = self._member.shm.register(region, self._descriptors[region.id])
                 tickets.append(self._member.shm.export(registration, Rights.READ, self._fence).encode())
-            self._offer = binding.generation, Offer(binding.to_wire(), tuple(tickets)).encode()
+            offer = Offer(binding.to_wire(), tuple(tickets)).encode()
+            self._offer = binding.generation, self._member.client.put_binding(self._fence, offer)
         return self._offer[1]
 
     def _abort(self, publication: Publication, error: SynclineError) -> None:

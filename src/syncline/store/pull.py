@@ -69,13 +69,13 @@ class Source:
     version: tuple[str, int]  # endpoint, binding generation: what changes when anything above does
 
     @classmethod
-    def of(cls, place: WriterSource) -> Source:
+    def of(cls, place: WriterSource, offered: bytes) -> Source:
         """Decode an offer.
 
         Raises:
             ProtocolError, ManifestError, TransportError: bytes that are not one.
         """
-        offer = Offer.decode(place.binding)
+        offer = Offer.decode(offered)
         return cls(
             Endpoint.from_text(place.endpoint),
             Binding.from_wire(offer.binding),
@@ -99,10 +99,12 @@ class Puller:
 
     Attributes:
         member: the process.
+        fence: of one of its registrations; writers' bindings are fetched under it.
         only: the transport to use for everything; by default shared memory on one host, gloo across hosts.
     """
 
     member: Member
+    fence: Fence
     only: str | None = None
     _routes: dict[bytes, Route] = field(default_factory=dict)
     _sources: dict[tuple[str, int], Source] = field(default_factory=dict)
@@ -138,8 +140,8 @@ class Puller:
             PlanError: a writer's or this rank's binding is of another manifest.
             TransportError, PeerLostError, RevokedError: a writer cannot be reached.
         """
-        sources = self._decoded(places)
         until = time.monotonic() + deadline
+        sources = self._decoded(places, deadline)
         for lane in route.lanes:
             self._bind_lane(lane, sources, local, fence, until)
         self._forget_links({source.endpoint.id for source in sources.values()})
@@ -184,11 +186,14 @@ class Puller:
             (self.member.transport(str(name)), np.flatnonzero(chosen == name)) for name in np.unique(chosen)
         ]
 
-    def _decoded(self, places: Sequence[WriterSource]) -> dict[int, Source]:
+    def _decoded(self, places: Sequence[WriterSource], deadline: float) -> dict[int, Source]:
         found: dict[int, Source] = {}
         for place in places:
             key = (place.endpoint, place.binding_generation)  # a member's number comes again after a restart
-            source = self._sources.get(key) or Source.of(place)
+            source = self._sources.get(key)
+            if source is None:
+                offered = self.member.client.get_binding(self.fence, place.binding_fp, deadline)
+                source = Source.of(place, offered)
             if source.binding.fingerprint != place.manifest_fp:
                 raise PlanError(
                     "a writer's binding is of another manifest than its put",

@@ -42,7 +42,7 @@ class RankUpdater:
         self._table, self._instance = table, instance
         self.who = f"instance {instance}, rank {adapter.rank}"
         only = member.options.transport
-        self._puller = Puller(member, None if only == "auto" else only)
+        self._puller = Puller(member, fence, None if only == "auto" else only)
         self._proof = Proof(member, table, self.who, adapter.binding)
         self.book = member.plans(fence)
         self.touched = False

@@ -154,7 +154,7 @@ class TensorTable:
                 manifest.fingerprint,
                 generation,
                 "snapshot",
-                self._offer(binding),
+                self.member.client.put_binding(self._writing, self._offer(binding)),
             )
             done: m.PutDone = self.member.ask(put)
             self._kept.append((done.key, draft))
