@@ -18,6 +18,7 @@ from syncline.kernels.native_ir import (
     brain_to_single,
     copy_line,
     digest_lines,
+    digest_lines_here,
     fence,
     fetch_line,
     half_to_single,
@@ -37,15 +38,23 @@ from syncline.kernels.native_ir import (
 )
 
 U = np.uint64
+FOUR_FROM = U(1024)  # shorter rows are copied one by one
 STREAM_FROM = U(
     256
 )  # shorter rows go through the caches: their ragged edges would cost more than streaming saves
 COPY_CHUNK = U(
     4096
 )  # copied, then digested while still in the nearest cache; the next chunk is fetched meanwhile
-NEAR_ROW = U(8192)  # of rows up to this length, the next one is fetched while one is copied
+NEAR_ROW = U(
+    32768
+)  # rows up to this length are copied four at a time, or with the next one fetched meanwhile
 AHEAD = U(512)  # how far ahead of itself the copy of a longer row fetches
 READ_CHUNK = U(1024)  # how far ahead a pass that only reads fetches
+# A core follows several streams of addresses better than one: long runs are worked on in several places that
+# lie APART bytes apart, some bytes at each in turn.
+APART = U(65536)
+COPIES, COPY_TURN = U(2), U(1024)  # places, and bytes at each, of a copy
+READS, READ_TURN = U(4), U(256)  # and of a pass that only reads
 
 _words = types.Array(types.uint64, 1, "C", readonly=True)
 _sizes = types.Array(types.uint8, 1, "C", readonly=True)
@@ -102,13 +111,44 @@ def _stream_row(d, s, n, ahead):
 
 
 @njit(inline="always")
+def _stream_turn(d, s):
+    """Copy COPY_TURN bytes to an aligned address."""
+    for _ in range(COPY_TURN >> U(8)):
+        stream_line(d, s)
+        stream_line(d + U(64), s + U(64))
+        stream_line(d + U(128), s + U(128))
+        stream_line(d + U(192), s + U(192))
+        d += U(256)
+        s += U(256)
+
+
+@njit(inline="always")
+def _stream_long(d, s, n):
+    """Copy a long row in several places at once."""
+    head = (U(64) - d) & U(63)
+    if head:
+        memcpy(d, s, head)
+        d, s, n = d + head, s + head, n - head
+    for _ in range(n // (APART * COPIES)):
+        for i in range(APART // COPY_TURN):
+            at = U(i) * COPY_TURN
+            for _ in range(COPIES):
+                _stream_turn(d + at, s + at)
+                at += APART
+        d, s = d + APART * COPIES, s + APART * COPIES
+    _stream_row(d, s, n % (APART * COPIES), AHEAD)
+
+
+@njit(inline="always")
 def _copy_row(d, s, n, ahead):
     if n <= U(8):
         _copy_small(d, s, n)
     elif n < STREAM_FROM:
         memcpy(d, s, n)
-    else:
+    elif n < APART * COPIES:
         _stream_row(d, s, n, ahead)
+    else:
+        _stream_long(d, s, n)
 
 
 @njit(inline="always")
@@ -117,16 +157,59 @@ def _ahead(rows, n, stride):
     return stride if rows > U(1) and n <= NEAR_ROW else AHEAD
 
 
+@njit(inline="always")
+def _together(d, n, dd):
+    """Return how many rows to copy at a time: 1, 2 or 4.
+
+    Destination rows that lie a multiple of 4 KiB apart would get into each other's way.
+    """
+    if n < FOUR_FROM or n > NEAR_ROW or ((d | dd | n) & U(63)):
+        return U(1)
+    if _clash(dd):
+        return U(1)
+    return U(2) if _clash(dd + dd) or _clash(dd + dd + dd) else U(4)
+
+
+@njit(inline="always")
+def _clash(distance):
+    return (distance + U(255)) & U(4095) < U(511)
+
+
+@njit(inline="always")
+def _stream_rows(d, s, n, dd, ss, count):
+    """Copy 2 or 4 rows of whole cache lines at once, and fetch as many that come next."""
+    ahead = ss * count
+    for _ in range(n >> U(6)):
+        a, b = d, s
+        for _ in range(count):
+            fetch_line(b + ahead)
+            stream_line(a, b)
+            a, b = a + dd, b + ss
+        d, s = d + U(64), s + U(64)
+
+
+@njit
+def _copy_rows(d, s, rows, n, dd, ss):
+    count = _together(d, n, dd)
+    if count > U(1):
+        for _ in range(rows // count):
+            if count == U(4):
+                _stream_rows(d, s, n, dd, ss, U(4))
+            else:
+                _stream_rows(d, s, n, dd, ss, U(2))
+            d, s = d + dd * count, s + ss * count
+        rows = rows % count
+    ahead = _ahead(rows, n, ss)
+    for _ in range(rows):
+        _copy_row(d, s, n, ahead)
+        d, s = d + dd, s + ss
+
+
 @njit(types.void(_words, _words, _words, _words, _words, _words, _int, _int), nogil=True, cache=True)
 def copy_runs(dst, src, rows, nbytes, dst_stride, src_stride, start, stop):
     """Do as `syncline.kernels.host.copy_runs` says."""
     for i in range(start, stop):
-        d, s, n = dst[i], src[i], nbytes[i]
-        ahead = _ahead(rows[i], n, src_stride[i])
-        for _ in range(rows[i]):
-            _copy_row(d, s, n, ahead)
-            d += dst_stride[i]
-            s += src_stride[i]
+        _copy_rows(dst[i], src[i], rows[i], nbytes[i], dst_stride[i], src_stride[i])
     fence()
 
 
@@ -180,8 +263,30 @@ def _digest_chunk(addr, n, p, keys, read_ahead):
 
 
 @njit
+def _digest_long(addr, n, p, keys):
+    """Digest a multiple of APART * READS bytes, the first at a canonical multiple of READ_TURN."""
+    total = U(0)
+    for _ in range(n // (APART * READS)):
+        for i in range(APART // READ_TURN):
+            at = U(i) * READ_TURN
+            for _ in range(READS):
+                key = keys + ((p + at) & U(16380))
+                total += digest_lines_here(addr + at, READ_TURN >> U(6), key) * _block_weight(p + at)
+                at += APART
+        addr, p = addr + APART * READS, p + APART * READS
+    return total
+
+
+@njit
 def _digest_row(addr, n, p, keys, next_row):
     total = U(0)
+    head = (READ_TURN - p) & (READ_TURN - U(1))
+    if n >= head + APART * READS:
+        if head:
+            total += _digest_chunk(addr, head, p, keys, addr + head)
+        long = (n - head) // (APART * READS) * (APART * READS)
+        total += _digest_long(addr + head, long, p + head, keys)
+        addr, p, n = addr + head + long, p + head + long, n - head - long
     while n:
         m = min(
             n, READ_CHUNK - (p & (READ_CHUNK - U(1)))
@@ -270,10 +375,7 @@ def copy_digest_runs(  # noqa: PLR0917 -- a table's columns
         d, s, p, n = dst[i], src[i], pos[i] * size, elems[i] * size
         dd, ss = dst_stride[i], src_stride[i]
         if group[i] < 0:
-            ahead = _ahead(rows[i], n, ss)
-            for _ in range(rows[i]):
-                _copy_row(d, s, n, ahead)
-                d, s = d + dd, s + ss
+            _copy_rows(d, s, rows[i], n, dd, ss)
             continue
         total = U(0)
         for _ in range(rows[i]):

@@ -143,7 +143,7 @@ def memcmp(typing_context: Any, left: Any, right: Any, nbytes: Any) -> Any:
 def _ahead(builder: Any, base: Any, offset: Any, write: int, keep: int = 3) -> None:
     """Ask for a cache line that will be read (0) or written (1) soon; any address is allowed.
 
-    With ``keep`` 3 it stays in all levels, with 0 it is wanted once.
+    With ``keep`` 3 it is brought into the nearest cache, with 2 into the second one, whose queue is longer.
     """
     i32 = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, i32, i32, i32])
@@ -154,11 +154,11 @@ def _ahead(builder: Any, base: Any, offset: Any, write: int, keep: int = 3) -> N
 
 @intrinsic
 def fetch_line(typing_context: Any, src: Any) -> Any:
-    """Ask for a cache line that will be read soon, and once; any address is allowed."""
+    """Ask for a cache line that will be read soon, in the second cache; any address is allowed."""
     signature = types.void(types.uint64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _ahead(builder, args[0], ir.Constant(_WORD, 0), 0, keep=0)
+        _ahead(builder, args[0], ir.Constant(_WORD, 0), 0, keep=2)
         return context.get_dummy_value()
 
     return signature, generate
@@ -174,31 +174,36 @@ def digest_lines(typing_context: Any, addr: Any, lines: Any, keys: Any, read_ahe
     """Return the sum of key * word over whole cache lines.
 
     A 64-bit lane holds two words and two keys: its low halves are multiplied in place, its high halves
-    after a shift, so nothing is unpacked. While a line is multiplied, the line that will be read next is
-    fetched: the memory bus would idle otherwise.
+    after a shift, so nothing is unpacked. While a line is multiplied, the one at ``read_ahead`` is fetched.
     """
-    signature = types.uint64(*[types.uint64] * 4)
+    return types.uint64(*[types.uint64] * 4), _digest_lines
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        addr, lines, keys, read_ahead = args
-        low, shift = (ir.Constant(_LINE, [v] * 8) for v in (0xFFFFFFFF, 32))
-        zero = ir.Constant(_LINE, [0] * 8)
-        sums = [cgutils.alloca_once(builder, _LINE) for _ in range(2)]
-        for total in sums:
-            builder.store(zero, total)
-        with cgutils.for_range(builder, lines, intp=_WORD) as loop:
-            offset = builder.shl(loop.index, ir.Constant(_WORD, 6))
-            words, weights = _line_at(builder, addr, offset), _line_at(builder, keys, offset)
-            _ahead(builder, read_ahead, offset, 0)
-            even = builder.mul(builder.and_(words, low), builder.and_(weights, low))
-            odd = builder.mul(builder.lshr(words, shift), builder.lshr(weights, shift))
-            for total, product in zip(sums, (even, odd), strict=True):
-                builder.store(builder.add(builder.load(total), product), total)
-        both = builder.add(*(builder.load(total) for total in sums))
-        lanes = [builder.extract_element(both, ir.Constant(ir.IntType(32), i)) for i in range(8)]
-        return functools.reduce(builder.add, lanes)
 
-    return signature, generate
+@intrinsic
+def digest_lines_here(typing_context: Any, addr: Any, lines: Any, keys: Any) -> Any:
+    """Return what `digest_lines` does, and fetch nothing."""
+    return types.uint64(*[types.uint64] * 3), _digest_lines
+
+
+def _digest_lines(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    addr, lines, keys, *read_ahead = args
+    low, shift = (ir.Constant(_LINE, [v] * 8) for v in (0xFFFFFFFF, 32))
+    zero = ir.Constant(_LINE, [0] * 8)
+    sums = [cgutils.alloca_once(builder, _LINE) for _ in range(2)]
+    for total in sums:
+        builder.store(zero, total)
+    with cgutils.for_range(builder, lines, intp=_WORD) as loop:
+        offset = builder.shl(loop.index, ir.Constant(_WORD, 6))
+        words, weights = _line_at(builder, addr, offset), _line_at(builder, keys, offset)
+        for base in read_ahead:
+            _ahead(builder, base, offset, 0)
+        even = builder.mul(builder.and_(words, low), builder.and_(weights, low))
+        odd = builder.mul(builder.lshr(words, shift), builder.lshr(weights, shift))
+        for total, product in zip(sums, (even, odd), strict=True):
+            builder.store(builder.add(builder.load(total), product), total)
+    both = builder.add(*(builder.load(total) for total in sums))
+    lanes = [builder.extract_element(both, ir.Constant(ir.IntType(32), i)) for i in range(8)]
+    return functools.reduce(builder.add, lanes)
 
 
 def _cast(source: types.Type, result: types.Type, emit: Callable[[Any, Any], Any]) -> Callable[..., Any]:
