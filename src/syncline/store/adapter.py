@@ -121,6 +121,45 @@ class TrainerAdapter(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What an engine takes in one go.
+
+    Attributes:
+        name: for messages, such as the name of a layer.
+        storages: of the manifest.
+    """
+
+    name: str
+    storages: tuple[int, ...]
+
+
+@runtime_checkable
+class StagedEngine(Protocol):
+    """An engine adapter that takes its weights in stages, because the engine makes something else of them.
+
+    A stage is received, proved and handed over before the next one begins, so that one memory, as large as
+    the largest stage, can serve all of them: storages of different stages may overlap.
+    """
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in their order: disjoint, and together all storages of the manifest. None: one go."""
+        ...
+
+    def begin_stage(self, index: int) -> None:
+        """Make the memory of a stage ready for its first byte."""
+        ...
+
+    def end_stage(self, index: int) -> None:
+        """Give the engine what was received and proved: replay transforms, let it process the layer.
+
+        Raises:
+            AdapterError: the engine refused; the instance stays DIRTY.
+        """
+        ...
+
+
 @runtime_checkable
 class EngineAdapter(Protocol):
     """One process of an inference instance."""

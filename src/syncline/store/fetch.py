@@ -74,7 +74,7 @@ class Fetcher:
         route = self._puller.route(made, _NAME, 0)
         fence = Fence(self._member.job, self._member.client.boot, 0, self._fence.member)
         self._puller.bind(route, places, local, fence, deadline)
-        return self._puller.run(route, fence, deadline, digest=False).nbytes
+        return self._puller.run(route.legs[0], fence, deadline, digest=False).nbytes
 
 
 def whole(name: str, shape: Sequence[int], tensor: torch.Tensor, storages: Storages) -> Shard:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from syncline.protocol.ids import Fence, VersionKey
     from syncline.protocol.parts import Level
     from syncline.store.member import Member
-    from syncline.store.pull import Outcome, Route
+    from syncline.store.pull import Leg, Outcome, Route
 
 _SHOWN = 5
 
@@ -65,12 +65,17 @@ class Proof:
 
     def __init__(self, member: Member, table: str, who: str, binding: Callable[[], Binding]) -> None:
         self._member, self._table, self._who, self._binding = member, table, who, binding
-        self._installed: tuple[bytes, SourceDigests] | None = None
+        self._programs: dict[int, SourceDigests] = {}
+        self._plan = b""
+        self._published: tuple[VersionKey, bytes, Published] | None = None
 
     def check(
-        self, fence: Fence, begun: m.Begun, route: Route, outcome: Outcome, deadline: float
-    ) -> dict[str, int | float | str]:
-        """Prove one update at its level; return figures for display.
+        self, fence: Fence, begun: m.Begun, route: Route, index: int, outcome: Outcome, deadline: float
+    ) -> None:
+        """Prove one leg of an update at the update's level.
+
+        ``installed`` reads where the leg was written to, before an engine that takes stages makes something
+        else of it.
 
         Raises:
             DigestMismatchError: bytes differ; names tensor, rank and place.
@@ -78,41 +83,48 @@ class Proof:
             DeadlineError: a writer's digests did not come; names the writers.
         """
         if begun.level == "none" or outcome.digests is None:
-            return {}
-        published = self._published(fence, begun.key, route.plan, deadline)
-        self._compare(published, route, outcome.digests, "delivered")
-        if begun.level == "delivered":
-            return {"hops_proved": len(route.hops)}
-        self._compare(published, route, self.installed(route, deadline), "installed")
-        return {"hops_proved": len(route.hops), "installed": 1}
+            return
+        published = self._fetched(fence, begun.key, route.plan, deadline)
+        self._compare(published, route.plan, route.legs[index], outcome.digests, "delivered")
+        if begun.level == "installed":
+            again = self._read_again(route, index, deadline)
+            self._compare(published, route.plan, route.legs[index], again, "installed")
 
-    def installed(self, route: Route, deadline: float) -> NDArray[np.uint64]:
-        """Return u64[H]: digests of what stands in live memory now, read again."""
-        known = self._installed
-        if known is None or known[0] != route.plan.id:
-            known = self._installed = route.plan.id, SourceDigests(route.plan, _live_rows(route.hops))
-        program = known[1]
+    def _read_again(self, route: Route, index: int, deadline: float) -> NDArray[np.uint64]:
+        """Return u64[H]: digests of what stands in memory now."""
+        if self._plan != route.plan.id:
+            self._plan, self._programs = route.plan.id, {}
+        program = self._programs.get(index)
+        if program is None:
+            program = self._programs[index] = SourceDigests(route.plan, _live_rows(route.legs[index].hops))
         program.rebind(self._binding())
         running = program.start(Limits(deadline=deadline, threads=self._member.options.threads))
         running.wait(deadline)
         return running.digests if running.digests is not None else np.zeros(0, np.uint64)
 
-    def _published(self, fence: Fence, key: VersionKey, plan: Plan, deadline: float) -> Published:
+    def _fetched(self, fence: Fence, key: VersionKey, plan: Plan, deadline: float) -> Published:
+        known = self._published
+        if known is not None and known[:2] == (key, plan.id):
+            return known[2]
         reply: m.DigestBlobs = self._member.ask(
             m.FetchDigests(fence, self._table, key, plan.id, deadline), deadline
         )
         columns = [
             decode_digests(blob, plan.piece_count, f"writer {rank}") for rank, blob in enumerate(reply.blobs)
         ]
-        return collect(plan, columns)
+        found = collect(plan, columns)
+        self._published = key, plan.id, found
+        return found
 
-    def _compare(self, published: Published, route: Route, digests: NDArray[np.uint64], level: str) -> None:
-        bad = mismatched(published, route.hops, digests)
+    def _compare(
+        self, published: Published, plan: Plan, leg: Leg, digests: NDArray[np.uint64], level: str
+    ) -> None:
+        bad = mismatched(published, leg.hops, digests)
         if len(bad):
-            raise self._mismatch(route, bad, level)
+            raise self._mismatch(plan, leg, bad, level)
 
-    def _mismatch(self, route: Route, bad: NDArray[np.int64], level: str) -> DigestMismatchError:
-        plan, hops = route.plan, route.hops
+    def _mismatch(self, plan: Plan, leg: Leg, bad: NDArray[np.int64], level: str) -> DigestMismatchError:
+        hops = leg.hops
         first = int(bad[0])
         name = plan.names[int(hops.tensor[first])]
         ndim = int(plan.ndim[int(hops.tensor[first])])
@@ -124,7 +136,7 @@ class Proof:
             tensor=name,
             rank=f"{self._who}, from writer {int(hops.src[first])}",
             expected=f"the digest of [{box}] as its writer published it",
-            found=_second_pass(route, first) + (f"; also in {', '.join(also)}" if also else ""),
+            found=_second_pass(leg, first) + (f"; also in {', '.join(also)}" if also else ""),
             hint="the instance stays paused until a full update succeeds",
         )
 
@@ -145,9 +157,9 @@ def _live_rows(hops: Hops) -> DigestRows:
     )
 
 
-def _second_pass(route: Route, hop: int) -> str:
+def _second_pass(leg: Leg, hop: int) -> str:
     """Compare source and destination element by element, where the source can still be read."""
-    for lane in route.lanes:
+    for lane in leg.lanes:
         at = np.flatnonzero(lane.rows == hop)
         locate = getattr(lane.program, "locate", None)
         if len(at) == 0 or locate is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncline.errors import DeadlineError, PlanError
+from syncline.errors import AdapterError, DeadlineError, PlanError, TransportError
 from syncline.memory import Binding
 from syncline.store.offer import Offer
 from syncline.transport.base import Endpoint, Limits, Remote, Side, Ticket
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from syncline.plan import Hops, Plan
     from syncline.protocol.ids import Fence
     from syncline.protocol.parts import WriterSource
+    from syncline.store.adapter import Stage
     from syncline.store.member import Member
     from syncline.transport.base import Link, Program, Transfer, Transport
 
@@ -37,7 +38,7 @@ class Lane:
 
     Attributes:
         transport: which.
-        rows: i64[H'], indices into the rank's hops.
+        rows: i64[H'], indices into the hops of its leg.
         program: compiled once.
         bound: what the program is bound to: generations and links.
     """
@@ -50,13 +51,27 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Route:
-    """One rank's share of one plan, compiled."""
+class Leg:
+    """What one rank receives in one go, compiled: everything, or one stage of its engine."""
 
-    plan: Plan
     hops: Hops
     lanes: list[Lane]
     nbytes: int
+
+
+@dataclass(slots=True)
+class Route:
+    """One rank's share of one plan: one leg, or one for each stage of its engine."""
+
+    plan: Plan
+    hops: Hops
+    legs: list[Leg]
+    nbytes: int
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes of all legs."""
+        return [lane for leg in self.legs for lane in leg.lanes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +125,27 @@ class Puller:
     _sources: dict[tuple[str, int], Source] = field(default_factory=dict)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
 
-    def route(self, plan: Plan, instance: str, rank: int) -> Route:
-        """Return the rank's share of a plan, compiled at its first use."""
+    def route(self, plan: Plan, instance: str, rank: int, stages: Sequence[Stage] = ()) -> Route:
+        """Return the rank's share of a plan, compiled at its first use.
+
+        Args:
+            plan: of the version.
+            instance: the rank's.
+            rank: in its instance.
+            stages: of its engine; always the same ones.
+
+        Raises:
+            AdapterError: the stages are not a partition of the storages that receive something.
+            TransportError: a two-sided transport is needed, which cannot wait between stages.
+        """
         found = self._routes.get(plan.id)
         if found is None:
             hops = plan.reader(instance, rank)
-            lanes = [
-                Lane(transport, rows, part, transport.compile(plan, part, Side.DESTINATION))
-                for transport, rows in self._split(plan, hops, instance, rank)
-                for part in [hops.take(rows)]
-            ]
-            found = Route(plan, hops, lanes, int(hops.nbytes.sum()))
+            parts = [hops] if not stages else [hops.take(rows) for rows in staged_rows(hops, stages)]
+            legs = [self._leg(plan, part, instance, rank) for part in parts]
+            if len(legs) > 1:
+                _check_one_sided(legs)
+            found = Route(plan, hops, legs, int(hops.nbytes.sum()))
             self._routes = {plan.id: found}  # a plan that was replaced does not come back
         return found
 
@@ -148,14 +173,14 @@ class Puller:
 
     def run(
         self,
-        route: Route,
+        leg: Leg,
         fence: Fence,
         deadline: float,
         *,
         digest: bool,
         report: Callable[[int], None] = lambda _nbytes: None,
     ) -> Outcome:
-        """Move every byte of the route; ``report`` hears of progress now and then.
+        """Move every byte of a leg; ``report`` hears of progress now and then.
 
         Raises:
             DeadlineError, PeerLostError, RevokedError, TransportError: from a lane; the others are cancelled.
@@ -164,7 +189,7 @@ class Puller:
         limits = Limits(deadline=deadline, threads=self.member.options.threads)
         running: list[Transfer] = []
         try:
-            for lane in route.lanes:
+            for lane in leg.lanes:
                 started = lane.transport.start(lane.program, fence, limits, digest=digest)
                 running.append(started)  # one by one: what was started is cancelled if the next one fails
             _await(running, report)
@@ -173,8 +198,16 @@ class Puller:
                 transfer.cancel(self.member.options.stall)
             raise
         moved = sum(transfer.poll().nbytes for transfer in running)
-        digests = _joined(route, running) if digest else None
+        digests = _joined(leg, running) if digest else None
         return Outcome(moved, time.monotonic() - began, digests)
+
+    def _leg(self, plan: Plan, hops: Hops, instance: str, rank: int) -> Leg:
+        lanes = [
+            Lane(transport, rows, part, transport.compile(plan, part, Side.DESTINATION))
+            for transport, rows in self._split(plan, hops, instance, rank)
+            for part in [hops.take(rows)]
+        ]
+        return Leg(hops, lanes, int(hops.nbytes.sum()))
 
     def _split(
         self, plan: Plan, hops: Hops, instance: str, rank: int
@@ -265,9 +298,41 @@ def _await(running: Sequence[Transfer], report: Callable[[int], None]) -> None:
             report(sum(transfer.poll().nbytes for transfer in running))
 
 
-def _joined(route: Route, running: Sequence[Transfer]) -> NDArray[np.uint64]:
-    digests = np.zeros(len(route.hops), np.uint64)
-    for lane, transfer in zip(route.lanes, running, strict=True):
+def staged_rows(hops: Hops, stages: Sequence[Stage]) -> list[NDArray[np.int64]]:
+    """Return the rows of the hops that go to each stage's storages.
+
+    Raises:
+        AdapterError: a storage that is in no stage, or in two.
+    """
+    highest = max((s for stage in stages for s in stage.storages), default=-1)
+    of = np.full(max(highest, int(hops.dst_storage.max(initial=-1))) + 1, -1, np.int64)
+    for index, stage in enumerate(stages):
+        mine = np.array(stage.storages, np.int64)
+        if (of[mine] >= 0).any():
+            taken = stages[int(of[mine].max())].name
+            raise AdapterError("a storage is in two stages", found=f"{taken} and {stage.name}")
+        of[mine] = index
+    stage_of = of[hops.dst_storage]
+    if (stage_of < 0).any():
+        raise AdapterError(
+            "a storage is in no stage", found=f"storage {int(hops.dst_storage[np.argmin(stage_of)])}"
+        )
+    return [np.flatnonzero(stage_of == index) for index in range(len(stages))]
+
+
+def _check_one_sided(legs: Sequence[Leg]) -> None:
+    for name in sorted({lane.transport.name for leg in legs for lane in leg.lanes} - {"shm"}):
+        raise TransportError(
+            "an engine that takes its weights in stages needs a transport by which it pulls",
+            expected="shm: trainer and engine on one host",
+            found=name,
+            hint="run a reader without stages across hosts, or place trainer and engine on one host",
+        )
+
+
+def _joined(leg: Leg, running: Sequence[Transfer]) -> NDArray[np.uint64]:
+    digests = np.zeros(len(leg.hops), np.uint64)
+    for lane, transfer in zip(leg.lanes, running, strict=True):
         if transfer.digests is not None:
             digests[lane.rows] = transfer.digests
     return digests

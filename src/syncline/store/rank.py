@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from syncline import faults
 from syncline.protocol import messages as m
 from syncline.protocol.ids import Fence
+from syncline.store.adapter import StagedEngine
 from syncline.store.proof import Proof
 from syncline.store.pull import Puller
 from syncline.store.report import Stopwatch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from syncline.protocol.ids import VersionKey
     from syncline.store.adapter import EngineAdapter
     from syncline.store.member import Member
-    from syncline.store.pull import Outcome, Route
+    from syncline.store.pull import Leg, Outcome, Route
 
 
 class RankUpdater:
@@ -40,6 +41,7 @@ class RankUpdater:
     ) -> None:
         self._member, self._adapter, self._fence = member, adapter, fence
         self._table, self._instance = table, instance
+        self._staged = adapter if isinstance(adapter, StagedEngine) else None
         self.who = f"instance {instance}, rank {adapter.rank}"
         only = member.options.transport
         self._puller = Puller(member, fence, None if only == "auto" else only)
@@ -58,7 +60,8 @@ class RankUpdater:
         self.touched = False
         watch = Stopwatch(time.monotonic)
         deadline = self._member.options.update_timeout
-        route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank)
+        stages = self._staged.stages if self._staged is not None else ()
+        route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank, stages)
         watch.lap("plan")
         fence = update_fence(self._member, begun)
         faults.point("worker.before_bind")
@@ -67,14 +70,14 @@ class RankUpdater:
         self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
         self.touched = True
         faults.point("worker.before_first_byte")
-        outcome = self._move(begun, route, fence, deadline)
-        watch.lap("transfer")
-        proved = self._proof.check(self._fence, begun, route, outcome, deadline)
-        watch.lap("proof")
+        before = self.moved
+        for index in range(len(route.legs)):
+            self._receive(begun, route, index, fence, before, watch)
+        moved = self.moved - before
         report: dict[str, int | float | str] = {
-            "nbytes": outcome.nbytes,
+            "nbytes": moved,
             "tensors": len(set(route.hops.tensor.tolist())),
-            **proved,
+            **_proved(begun, route),
             **{f"{phase}_s": seconds for phase, seconds in watch.seconds.items()},
         }
         return m.Verified(
@@ -83,7 +86,7 @@ class RankUpdater:
             begun.key,
             begun.attempt,
             route.plan.id,
-            outcome.nbytes,
+            moved,
             route.nbytes,
             report,
         )
@@ -108,16 +111,42 @@ class RankUpdater:
         ranks = [m.RankLayout(w.manifest_fp, w.host, w.rules) for w in begun.writers]
         return self.book.plan(ranks, begun.membership, self._instance)
 
-    def _move(self, begun: m.Begun, route: Route, fence: Fence, deadline: float) -> Outcome:
-        before = self.moved
+    def _receive(
+        self, begun: m.Begun, route: Route, index: int, fence: Fence, before: int, watch: Stopwatch
+    ) -> None:
+        """Receive and prove one leg, and hand it to an engine that takes stages."""
+        staged = self._staged if self._staged is not None and self._staged.stages else None
+        deadline = self._member.options.update_timeout
+        if staged is not None:
+            staged.begin_stage(index)
+            watch.lap("install")
+        outcome = self._move(begun, route.legs[index], fence, before)
+        watch.lap("transfer")
+        self._proof.check(self._fence, begun, route, index, outcome, deadline)
+        watch.lap("proof")
+        if staged is not None:
+            faults.point("worker.before_end_stage")
+            staged.end_stage(index)
+            watch.lap("install")
+
+    def _move(self, begun: m.Begun, leg: Leg, fence: Fence, before: int) -> Outcome:
+        start = self.moved
 
         def report(nbytes: int) -> None:
-            self.moved = before + nbytes
-            self._member.ask(m.Progress(self._fence, self._table, begun.key, begun.attempt, nbytes))
+            self.moved = start + nbytes
+            moved = self.moved - before
+            self._member.ask(m.Progress(self._fence, self._table, begun.key, begun.attempt, moved))
 
-        outcome = self._puller.run(route, fence, deadline, digest=begun.level != "none", report=report)
-        self.moved = before + outcome.nbytes
+        deadline = self._member.options.update_timeout
+        outcome = self._puller.run(leg, fence, deadline, digest=begun.level != "none", report=report)
+        self.moved = start + outcome.nbytes
         return outcome
+
+
+def _proved(begun: m.Begun, route: Route) -> dict[str, int | float | str]:
+    if begun.level == "none":
+        return {}
+    return {"hops_proved": len(route.hops), "installed": int(begun.level == "installed")}
 
 
 def update_fence(member: Member, begun: m.Begun) -> Fence:
