@@ -19,11 +19,13 @@ from syncline.errors import (
     TransportError,
     UnknownVersionError,
 )
+from syncline.meta.client import MetaClient
 from syncline.transport.running import Running
 from syncline.transport.shm_program import ShmProgram
 from tests.store.pair import Engine, Job, Trainer, blank, module, shard, stamped
 
 if TYPE_CHECKING:
+    from syncline.protocol.messages import Message
     from syncline.store.reader import WeightReader
     from syncline.store.writer import WeightWriter
 
@@ -516,3 +518,21 @@ def test_another_plan_starts_the_count_anew(job: Job, caplog: pytest.LogCaptureF
             pair.reader.update(number)
         pair.writer.close_window()
     assert same_versions(caplog) == []
+
+
+def test_kernels_are_compiled_before_anybody_watches_progress(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    ask = MetaClient.request
+
+    def request(self: MetaClient, message: Message, deadline: float | None = None) -> object:
+        order.append(type(message).__name__)
+        return ask(self, message, deadline)
+
+    monkeypatch.setattr(MetaClient, "request", request)
+    monkeypatch.setattr("syncline.kernels.host.load", lambda: order.append("load"))
+    Pair(job)
+    assert order.index("load") < order.index("RegisterWriter")
+    ranks = [i for i, what in enumerate(order) if what == "RegisterReader"]
+    assert "load" in order[ranks[0] : ranks[1]]  # the controller's registration, then the worker's

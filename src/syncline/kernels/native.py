@@ -55,6 +55,8 @@ READ_CHUNK = U(1024)  # how far ahead a pass that only reads fetches
 APART = U(65536)
 COPIES, COPY_TURN = U(2), U(1024)  # places, and bytes at each, of a copy
 READS, READ_TURN = U(4), U(256)  # and of a pass that only reads
+ABREAST, ABREAST_TURN = 4, U(512)  # runs of one length that follow each other are copied in turns
+NEAR_RUN = U(4096)  # if they are at least so long
 
 _words = types.Array(types.uint64, 1, "C", readonly=True)
 _sizes = types.Array(types.uint8, 1, "C", readonly=True)
@@ -205,11 +207,43 @@ def _copy_rows(d, s, rows, n, dd, ss):
         d, s = d + dd, s + ss
 
 
+@njit(inline="always")
+def _alike(dst, rows, nbytes, i):
+    """Return whether the ABREAST runs from i on are single rows of one middling length, in whole lines."""
+    n = nbytes[i]
+    if n < NEAR_RUN or n >= APART * COPIES or n & U(63):
+        return False
+    same = True
+    for k in range(ABREAST):
+        same &= rows[i + k] == U(1) and nbytes[i + k] == n and dst[i + k] & U(63) == U(0)
+    return same
+
+
+@njit(inline="always")
+def _stream_abreast(dst, src, n, i):
+    """Copy ABREAST runs of n bytes in turns, as a long run is copied in several places."""
+    at = U(0)
+    while at < n:
+        turn = min(ABREAST_TURN, n - at)
+        for k in range(ABREAST):
+            d, s = dst[i + k] + at, src[i + k] + at
+            for _ in range(turn >> U(6)):
+                stream_line(d, s)
+                d, s = d + U(64), s + U(64)
+        at += turn
+
+
 @njit(types.void(_words, _words, _words, _words, _words, _words, _int, _int), nogil=True, cache=True)
 def copy_runs(dst, src, rows, nbytes, dst_stride, src_stride, start, stop):
     """Do as `syncline.kernels.host.copy_runs` says."""
-    for i in range(start, stop):
-        _copy_rows(dst[i], src[i], rows[i], nbytes[i], dst_stride[i], src_stride[i])
+    i = start
+    while i < stop:
+        if i + ABREAST <= stop and _alike(dst, rows, nbytes, i):
+            _stream_abreast(dst, src, nbytes[i], i)
+            i += ABREAST
+        else:
+            _copy_rows(dst[i], src[i], rows[i], nbytes[i], dst_stride[i], src_stride[i])
+            i += 1
     fence()
 
 

@@ -19,6 +19,7 @@ import torch
 
 from syncline import faults
 from syncline.errors import DeadlineError, LayoutError, ProtocolError, SynclineError, UnknownVersionError
+from syncline.kernels import host
 from syncline.layout import Rules
 from syncline.layout.dtensor import Storages
 from syncline.layout.dtype import BY_CODE
@@ -267,6 +268,7 @@ class TensorTable:
     # --- versions
 
     def _pin(self, version: int | None, timeout: float) -> m.Pinned:
+        host.load()  # before a version is pinned, and progress watched: compiling them takes a while, once
         until = time.monotonic() + timeout
         while True:
             status: m.Status = self.member.ask(m.StatusQuery(self.name))

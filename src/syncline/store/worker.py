@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from syncline import faults
 from syncline.errors import DeadlineError, FencedError, SynclineError, to_wire
+from syncline.kernels import host
 from syncline.layout import Rules
 from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
@@ -69,6 +70,7 @@ class WorkerWeightsReader:
         self.member = member or Member(job, self.who, options)
         self.failure: SynclineError | None = None
         self._attempt = 0
+        host.load()  # before there is an update whose progress is watched: compiling them takes a while, once
         self._closing = threading.Event()
         try:
             self._fence = self._register(rules or Rules())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from syncline import faults
 from syncline.errors import StaleVersionError, SynclineError, to_wire
+from syncline.kernels import host
 from syncline.layout import Rules
 from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
@@ -75,6 +76,7 @@ class WeightWriter:
         self._newest = -1
         self._closing = threading.Lock()
         try:
+            host.load()  # before a version has a deadline: compiling them takes a while, once
             descriptors = adapter.share()
             self._fence = self._register(rules or Rules())
             self._publisher = Publisher(self.member, adapter, self._fence, table, descriptors)
