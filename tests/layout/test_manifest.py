@@ -139,7 +139,7 @@ def whole(
         ([whole("w", (4,), offset=-1)], [99], LayoutError, "outside of its storage"),
         ([whole("w", (4,), storage=1)], [16], LayoutError, "storage points nowhere"),
         ([whole("w", (4,), storage=-1)], [16], LayoutError, "storage points nowhere"),
-        ([whole("w", (4,)), whole("w", (4,))], [16], LayoutError, "same box twice"),
+        ([whole("w", (4,)), whole("w", (4,))], [16], LayoutError, "same box twice in one place"),
         ([whole("w", (4,)), whole("w", (2, 2))], [16], ShapeMismatchError, "two global shapes"),
         ([whole("w", (4,), kind="float33")], [16], LayoutError, "unknown dtype"),
         ([whole("", (4,))], [16], LayoutError, "needs a name"),

@@ -67,7 +67,7 @@ def order(c: Columns) -> None:
     if depth != c.global_shape.shape[1]:
         raise LayoutError("more dimensions than needed", expected=depth, found=c.global_shape.shape[1])
     if not ascending(row_keys(c), strict=True).all():
-        raise LayoutError("rows out of order, or twice", expected="sorted by tensor, offset and size")
+        raise LayoutError("rows out of order, or twice", expected="sorted by tensor, box and place")
     tables: list[tuple[str, Any, NDArray[np.int32]]] = [
         ("names", c.names, c.tensor),
         ("transform chains", c.transform_names, c.transforms),
@@ -94,7 +94,11 @@ def contents(c: Columns) -> None:
     _check_spans(c)
     same = ~ascending(row_keys(c), strict=True)
     _refuse(
-        c, np.append(same, False) if c.rows else same, "the same box twice", "each box once", "box_offset"
+        c,
+        np.append(same, False) if c.rows else same,
+        "the same box twice in one place",
+        "each box once in each place",
+        "box_offset",
     )
 
 

@@ -108,7 +108,9 @@ def row_keys(columns: Columns) -> list[NDArray[Any]]:
     """Return the sort keys of the rows, most significant first."""
     dims = range(columns.box_offset.shape[1])
     offsets = [columns.box_offset[:, d] for d in dims]
-    return [columns.tensor, *offsets, *(columns.box_size[:, d] for d in dims)]
+    sizes = [columns.box_size[:, d] for d in dims]
+    # a rank may hold one box in several places (a scale that an engine repeats), but each place once
+    return [columns.tensor, *offsets, *sizes, columns.storage, columns.view_offset]
 
 
 def ascending(keys: Sequence[NDArray[Any]], *, strict: bool) -> NDArray[np.bool_]:
