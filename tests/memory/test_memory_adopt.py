@@ -426,3 +426,44 @@ def test_a_small_shm_is_an_error_and_never_a_sigbus() -> None:
     assert lines[0] == "67108864 bytes needed | 16777216 bytes free, limited by the size of /dev/shm | True"
     assert lines[1] == "{} True"
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupted_move_leaves_the_weights_whole(at: int) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(10 << 20))  # 40 MiB: three parts
+    before, seen = weight.detach().clone(), 0
+
+    def stop() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == at:
+            raise KeyboardInterrupt
+
+    with faults.arm("memory.before_discard", stop), pytest.raises(KeyboardInterrupt):
+        Adoption([[weight]])
+    assert seen == at
+    assert torch.equal(weight, before)
+
+
+def test_a_large_tensor_moves_in_much_less_than_its_own_memory() -> None:
+    script = """
+        import resource, torch
+        from pathlib import Path
+        from syncline.memory.adopt import Adoption
+        weight = torch.nn.Parameter(torch.ones(64 << 20))  # 256 MiB
+        small = torch.nn.Parameter(torch.ones(1 << 20))
+        Adoption([[small]])
+        def field(name):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith(name))
+        Path("/proc/self/clear_refs").write_text("5")
+        before = field("VmRSS:")
+        kept = Adoption([[weight]])
+        assert float(weight.sum()) == 64 << 20
+        print((field("VmHWM:") - before) >> 10)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) < 64

@@ -48,6 +48,8 @@ class Tree:
 
     def check_links(self) -> None:
         """Refuse a tree in which a module was replaced since it was walked."""
+        if [owner.get(key) for owner, key, _ in self.links] == [module for _, _, module in self.links]:
+            return  # lists compare by identity first: tens of thousands of modules in a few milliseconds
         for owner, key, module in self.links:
             if owner.get(key) is not module:
                 raise AdapterError(

@@ -25,6 +25,7 @@ from syncline.errors import AdapterError, SynclineError
 from syncline.memory.arena import Arena, aligned, reopen_read_only
 from syncline.memory.binding import Binding
 from syncline.memory.budget import SYSTEM, Sources, Use, require_memory
+from syncline.memory.pages import discard
 from syncline.memory.region import Kind, Region
 from syncline.memory.storages import aliases_of, has_unknown_users, lent_uncounted, storage_id, whole
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 ARENA_ID = 0
 _TRIM_BYTES = 64 << 20
+_MOVE_BYTES = 16 << 20  # copied before the pages that were left are given back
 
 
 @dataclass(slots=True)
@@ -212,10 +214,13 @@ class Adoption:
                 continue
             faults.point("memory.before_move")
             self.arena.reserve(slot.offset, slot.nbytes)
+            slab, old = self.arena.storage(slot.offset, slot.nbytes), whole(slot.tensors[0])
             if lent_uncounted(slot.tensors):
-                self._kept.append(whole(slot.tensors[0]))
-            slab = self.arena.storage(slot.offset, slot.nbytes)
-            slab.copy_(whole(slot.tensors[0]))
+                self._kept.append(old)
+                slab.copy_(old)
+            else:
+                _move(slab, old)
+            del old
             self._point(slot, slab)
             freed += slot.nbytes
             if freed >= _TRIM_BYTES:
@@ -307,6 +312,25 @@ def _survey(name: str, group: Sequence[Tensor]) -> _Slot:
         [int(t.storage_offset()) for t in tensors],
         tensors[0].untyped_storage().nbytes(),
     )
+
+
+def _move(slab: Tensor, old: Tensor) -> None:
+    """Copy memory that is about to be freed, and give its pages back as they are copied: uint8, both whole.
+
+    An interruption puts everything back: until it is re-pointed, a tensor still reads the old memory.
+    """
+    pinned, done = old.is_pinned(), 0
+    try:
+        for start in range(0, old.numel(), _MOVE_BYTES):
+            part = old[start : start + _MOVE_BYTES]
+            slab[start : start + _MOVE_BYTES].copy_(part)
+            done = start + part.numel()
+            faults.point("memory.before_discard")
+            if not pinned:
+                discard(part.data_ptr(), part.numel())
+    except BaseException:
+        old[:done].copy_(slab[:done])
+        raise
 
 
 def _check_distinct(slots: Sequence[_Slot]) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 HUGE = 2 << 20
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
-_MADV_COLLAPSE = 25
+_MADV_DONTNEED, _MADV_COLLAPSE = 4, 25
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -60,6 +60,14 @@ def collapse(address: int, nbytes: int) -> bool:
     """
     whole = nbytes // HUGE * HUGE
     return bool(whole) and _libc().madvise(address, whole, _MADV_COLLAPSE) == 0
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give back the whole pages of a range of private memory whose contents nobody will read again."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    start, end = -(-address // page) * page, (address + nbytes) // page * page
+    if end > start:
+        _libc().madvise(start, end - start, _MADV_DONTNEED)
 
 
 class Mapping:
