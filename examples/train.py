@@ -42,7 +42,7 @@ def main() -> None:
             if writer.adapter.rank == 0:
                 publication.wait()
                 readers = ", ".join(publication.readers) or "nobody yet"
-                print(f"step {step}: loss {float(loss):.3f}, published to {readers}", flush=True)  # noqa: T201
+                print(f"step {step}: loss {loss.item():.3f}, published to {readers}", flush=True)  # noqa: T201
         publication.wait_committed()
     dist.destroy_process_group()
 
