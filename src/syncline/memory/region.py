@@ -21,6 +21,8 @@ class Kind(enum.IntEnum):
     """One storage in shared memory of its own."""
     MAPPED = 3
     """A peer's region, mapped read-only here."""
+    CUDA = 4
+    """One segment of a CUDA allocator: `syncline.memory.cuda`."""
 
 
 @dataclass(frozen=True, slots=True)

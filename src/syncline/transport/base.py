@@ -232,10 +232,12 @@ class Limits:
     Attributes:
         deadline: seconds from `Transport.start` until a transfer that has not finished fails.
         threads: copy and digest threads.
+        sms: multiprocessors that a device's kernels may occupy; None: all.
     """
 
     deadline: float = 120.0
     threads: int = 1
+    sms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

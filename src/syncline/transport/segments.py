@@ -97,7 +97,7 @@ class SegmentServer:
                 raise TransportError("the segment server is closed")
             if key in self._segments:
                 return
-            self._segments[key] = _Segment(_read_only(descriptor, region.nbytes), region)
+            self._segments[key] = _Segment(self._keep(descriptor, region), region)
         self.withdraw_before(region.id, region.generation)
 
     def withdraw_before(self, region: int, generation: int) -> None:
@@ -132,7 +132,7 @@ class SegmentServer:
             self._loop.forget(peer.sock)
             peer.sock.close()
         for segment in segments:
-            os.close(segment.descriptor)
+            _close(segment.descriptor)
 
     @property
     def peers(self) -> int:
@@ -144,7 +144,7 @@ class SegmentServer:
         segment = self._segments.pop(key, None)
         if segment is None:
             return
-        os.close(segment.descriptor)
+        _close(segment.descriptor)
         for peer in [p for p in self._peers if key in p.held]:
             self._tell(peer, frames.Revoke(key[0], key[1]))
 
@@ -234,6 +234,13 @@ class SegmentServer:
             )
         peer.held.add(key)
         answer = frames.Segment(fetch.region, fetch.generation, fetch.nbytes, int(segment.region.kind))
+        self._hand_over(peer, answer, segment)
+
+    def _keep(self, descriptor: int, region: Region) -> int:
+        """Return what is kept to hand a region out, or -1 for nothing."""
+        return _read_only(descriptor, region.nbytes)
+
+    def _hand_over(self, peer: _Peer, answer: frames.Segment, segment: _Segment) -> None:
         self._tell(peer, answer, segment.descriptor)
 
     def _refusal(self, fetch: frames.Fetch) -> SynclineError:
@@ -269,6 +276,11 @@ class SegmentServer:
             late = [p for p in self._peers if not p.name and now > p.until]
         for peer in late:
             self._drop(peer)
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _read_only(descriptor: int, nbytes: int) -> int:

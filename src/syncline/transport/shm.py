@@ -64,7 +64,7 @@ class ShmTransport:
         self._job, self._path, self.process_id = job, socket, process_id or new_id()
         self._mutex = threading.RLock()
         self._linking = threading.Lock()
-        self._loop = Loop(f"syncline {NAME}")
+        self._loop = Loop(f"syncline {self.name}")
         self._server: SegmentServer | None = None
         self._regions: dict[int, tuple[Region, int]] = {}  # by id: the newest, and our descriptor of it or -1
         self._links: dict[str, ShmLink] = {}
@@ -84,16 +84,16 @@ class ShmTransport:
     def caps(self, a: Endpoint, b: Endpoint) -> Caps | Refusal:
         """Say whether ``b`` can map ``a``'s memory; where ``b`` is here, by greeting ``a``."""
         if a.host != b.host:
-            return Refusal(NAME, f"two hosts: {a.host} and {b.host}")
+            return Refusal(self.name, f"two hosts: {a.host} and {b.host}")
         if a.uid != b.uid:
-            return Refusal(NAME, f"two users: {a.uid} and {b.uid}")
-        if not a.addresses.get(NAME):
-            return Refusal(NAME, f"{a} serves no memory")
+            return Refusal(self.name, f"two users: {a.uid} and {b.uid}")
+        if not a.addresses.get(self.name):
+            return Refusal(self.name, f"{a} serves no memory")
         if b.id == self.process_id and b.host == host_id():
             try:
                 self._link(a, Deadline(_PROBE_SECONDS))
             except SynclineError as error:
-                return Refusal(NAME, f"{a} cannot be reached: {error.what}")
+                return Refusal(self.name, f"{a} cannot be reached: {error.what}")
         return Caps(Initiator.READER, revocable=True, strided=True, min_run=0, reach=Reach.HOST)
 
     def register(self, region: Region, descriptor: int | None = None) -> Registration:
@@ -107,7 +107,7 @@ class ShmTransport:
                     found=f"generation {region.generation}",
                 )
             if known is not None and known[0] == region:
-                return Registration(NAME, region)
+                return Registration(self.name, region)
             own = (
                 -1
                 if descriptor is None
@@ -118,7 +118,7 @@ class ShmTransport:
             self._regions[region.id] = (region, own)
             if known is not None and self._server is not None:
                 self._server.withdraw_before(region.id, region.generation)
-        return Registration(NAME, region)
+        return Registration(self.name, region)
 
     def export(self, registration: Registration, rights: Rights, fence: Fence) -> Ticket:
         """Let peers of this user and job map a region read-only; see `Transport.export`."""
@@ -141,7 +141,7 @@ class ShmTransport:
                     hint="adopt the parameters into an Arena before publishing",
                 )
             self._serve().export(region, fence.epoch, descriptor)
-        return Ticket(NAME, region.id, region.generation, region.nbytes, int(Rights.READ), fence)
+        return Ticket(self.name, region.id, region.generation, region.nbytes, int(Rights.READ), fence)
 
     def revoke(self, ticket: Ticket, deadline: float) -> Drained | Wedged:
         """End a ticket; `Drained` once no peer has the region mapped, or is dead. See `Transport.revoke`."""
@@ -153,10 +153,10 @@ class ShmTransport:
         A later generation of a region ends the earlier one; so does a new process at the peer's place.
         """
         until = Deadline(deadline)
-        wrong = next((t for t in tickets if t.transport != NAME or t.fence.job != self._job), None)
+        wrong = next((t for t in tickets if t.transport != self.name or t.fence.job != self._job), None)
         if wrong is not None:
             raise TransportError(
-                "a ticket for another transport or job", expected=f"{NAME}, {self._job}", found=wrong
+                "a ticket for another transport or job", expected=f"{self.name}, {self._job}", found=wrong
             )
         link = self._link(peer, until)
         link.fetch(tickets, until)
@@ -172,7 +172,7 @@ class ShmTransport:
         """Gather everything in a thread of its own; see `Transport.start`."""
         if not isinstance(program, ShmProgram):
             raise TransportError(
-                "a program of another transport", expected=NAME, found=type(program).__name__
+                "a program of another transport", expected=self.name, found=type(program).__name__
             )
         if fence.job != self._job:
             raise TransportError("a fence of another job", expected=self._job, found=fence.job)
@@ -220,13 +220,21 @@ class ShmTransport:
         if self._path is None:
             raise TransportError("this process serves no memory", expected="a socket path", found="none")
         if self._server is None:
-            self._server = SegmentServer(self._path, self._job, self.process_id, self._loop)
+            self._server = self._make_server(self._path)
         return self._server
 
+    def _make_server(self, path: Path) -> SegmentServer:
+        return SegmentServer(path, self._job, self.process_id, self._loop)
+
+    def _make_link(self, peer: Endpoint, path: str, hello: frames.Hello, deadline: Deadline) -> ShmLink:
+        return ShmLink(peer, path, hello, self._loop, deadline)
+
     def _link(self, peer: Endpoint, deadline: Deadline) -> ShmLink:
-        path = peer.addresses.get(NAME)
+        path = peer.addresses.get(self.name)
         if not path:
-            raise TransportError(f"{peer} serves no memory", expected=f"an address for {NAME}", found="none")
+            raise TransportError(
+                f"{peer} serves no memory", expected=f"an address for {self.name}", found="none"
+            )
         with self._linking:  # one link a peer, also when two threads want one
             with self._mutex:
                 if self._closed:
@@ -237,7 +245,7 @@ class ShmTransport:
             hello = frames.Hello(
                 frames.VERSION, self._job, f"process {os.getpid()} ({self.process_id})", peer.id
             )
-            link = ShmLink(peer, path, hello, self._loop, deadline)
+            link = self._make_link(peer, path, hello, deadline)
             with self._mutex:
                 old = self._links.pop(peer.id, None)
                 self._links = {name: one for name, one in self._links.items() if not one.closed}

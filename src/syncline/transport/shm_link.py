@@ -6,7 +6,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from syncline.errors import (
     DeadlineError,
@@ -32,11 +32,24 @@ if TYPE_CHECKING:
 Key = tuple[int, int]  # region, generation
 
 
+class OpenRegion(Protocol):
+    """A peer's region, open here until `close`."""
+
+    @property
+    def address(self) -> int:
+        """Address of its first byte."""
+        ...
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        ...
+
+
 @dataclass(eq=False)
 class _Held:
     """One mapped region: in use by ``users`` transfers, and to be unmapped as soon as revoked and unused."""
 
-    region: MappedRegion
+    region: OpenRegion
     users: int = 0
     revoked: bool = False
     stops: list[Callable[[], None]] = field(default_factory=list)
@@ -235,7 +248,7 @@ class ShmLink:
                     "a writer sent memory that nobody asked for", found=segment, rank=self._peer.name
                 )
             described = Region(segment.region, 0, segment.nbytes, Kind(segment.kind), segment.generation)
-            region = MappedRegion(descriptor, described)
+            region = self._open(descriptor, described)
         except SynclineError as error:
             self._denied[key] = error
             return
@@ -245,6 +258,10 @@ class ShmLink:
         finally:
             os.close(descriptor)
         self._held[key] = _Held(region)
+
+    def _open(self, descriptor: int, described: Region) -> OpenRegion:
+        """Map what the writer handed over; called by the thread that reads the connection."""
+        return MappedRegion(descriptor, described)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -16,7 +16,7 @@ from syncline.transport.base import Side
 from syncline.transport.locate import Difference, first_difference
 from syncline.transport.running import Running
 from syncline.transport.shm_link import ShmLink
-from syncline.transport.tables import SLICE_BYTES, Place, Table, boxes_of, sliced, tables
+from syncline.transport.tables import SLICE_BYTES, Boxes, Place, Table, boxes_of, sliced, tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Use:
+class Use:
     """The regions of one writer that a program is bound to, and where they were mapped at that time."""
 
     link: ShmLink
@@ -42,10 +42,18 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Bound:
+class Bound:
+    """Where a program's slots lie now, and through which links.
+
+    Attributes:
+        src, dst: i64[slots], addresses.
+        uses: of the writers' regions.
+        local: this process's regions.
+    """
+
     src: I64  # address of each source slot
     dst: I64
-    uses: tuple[_Use, ...]
+    uses: tuple[Use, ...]
     local: tuple[Region, ...]
 
 
@@ -61,7 +69,7 @@ class ShmProgram:
         self._plan, self._hops = plan, hops
         self._mutex = threading.Lock()
         self._busy = False
-        self._bound: _Bound | None = None
+        self._bound: Bound | None = None
         self._tables: dict[bool, list[Table]] = {}
         self._parts: dict[bool, list[work.Part]] = {}
         self._empty = side is Side.SOURCE or len(hops.tensor) == 0
@@ -69,8 +77,12 @@ class ShmProgram:
             self.nbytes = 0
             return
         self.nbytes = int(hops.nbytes.sum())
-        host.load()  # compiling kernels is no part of a transfer and its deadline
         boxes, self._src, self._dst = boxes_of(plan, hops)
+        self._compile(boxes)
+
+    def _compile(self, boxes: Boxes) -> None:
+        """Make what a run needs, from the hops' boxes; called once, at the end of the constructor."""
+        host.load()  # compiling kernels is no part of a transfer and its deadline
         self._boxes = sliced(boxes, SLICE_BYTES)
         self._made(digest=False)
 
@@ -102,17 +114,21 @@ class ShmProgram:
                 raise TransportError("the program is running", hint="wait for its transfer, or cancel it")
             dst = self._dst.resolve(dict.fromkeys(self._dst.ranks, Place.local(local)), "reader")
             places: dict[int, Place] = {}
-            uses: list[_Use] = []
+            uses: list[Use] = []
             for rank in self._src.ranks:
                 link, binding = _source(remote, rank)
                 used = _regions(binding, self._src.storages(rank))
                 keys = tuple((r, binding.regions[r].generation) for r in used)
-                uses.append(_Use(link, keys, link.pointers(keys)))
+                uses.append(Use(link, keys, link.pointers(keys)))
                 places[rank] = Place(binding, uses[-1].pointers)
             src = self._src.resolve(places, "writer")
-            self._bound = _Bound(src, dst, tuple(uses), tuple(local.regions.values()))
-            for made in self._tables.values():
-                _bind(made, self._bound)
+            self._bound = Bound(src, dst, tuple(uses), tuple(local.regions.values()))
+            self._point(self._bound)
+
+    def _point(self, bound: Bound) -> None:
+        """Fill in addresses; nothing of this program runs meanwhile."""
+        for made in self._tables.values():
+            _bind(made, bound)
 
     def run(self, limits: Limits, *, digest: bool) -> Running:
         """Start one run in a thread of its own. The regions stay mapped until it ends.
@@ -126,7 +142,7 @@ class ShmProgram:
         with self._mutex:
             bound = self._ready()
             parts = self._made(digest=digest)
-            hold = _Hold(bound.uses)
+            hold = Hold(bound.uses)
             self._busy = True
         peers = tuple(use.link.peer.name for use in bound.uses)
 
@@ -143,7 +159,7 @@ class ShmProgram:
             self._rest(hold)
             raise TransportError("no thread for a transfer", found=error) from error
 
-    def _rest(self, hold: _Hold) -> None:
+    def _rest(self, hold: Hold) -> None:
         with self._mutex:
             self._busy = False
         hold.release()
@@ -158,14 +174,14 @@ class ShmProgram:
         """
         with self._mutex:
             bound = self._ready()
-            hold = _Hold(bound.uses)
+            hold = Hold(bound.uses)
         try:
             with_positions = self.tables(digest=True)
             return first_difference(self._plan, self._hops, hop, with_positions)
         finally:
             hold.release()
 
-    def _gather(self, running: Running, parts: list[work.Part], hold: _Hold, *, digest: bool) -> None:
+    def _gather(self, running: Running, parts: list[work.Part], hold: Hold, *, digest: bool) -> None:
         point("shm.before_first_byte")
         out = np.zeros(self.hops, np.uint64) if digest else None
         running.add(0, int(np.count_nonzero(self._hops.nbytes == 0)))
@@ -178,7 +194,7 @@ class ShmProgram:
         point("shm.after_last_byte")
         running.digests = out
 
-    def _ready(self) -> _Bound:
+    def _ready(self) -> Bound:
         if self._bound is None:
             raise TransportError("the program is not bound to any addresses", hint="call rebind first")
         if self._busy:
@@ -200,17 +216,18 @@ class ShmProgram:
         return self._tables[digest]
 
 
-class _Hold:
+class Hold:
     """Keeps the regions of one run mapped, and knows when one of them is revoked meanwhile."""
 
-    def __init__(self, uses: tuple[_Use, ...]) -> None:
-        self._acquired: list[_Use] = []
+    def __init__(self, uses: tuple[Use, ...]) -> None:
+        self._acquired: list[Use] = []
         self._revoked = threading.Event()
         try:
             for use in uses:
                 use.link.acquire(use.keys, self._revoked.set)
                 self._acquired.append(use)
-                if use.link.pointers(use.keys) != use.pointers:
+                found = use.link.pointers(use.keys)
+                if found is not use.pointers and found != use.pointers:
                     raise RevokedError(  # noqa: TRY301 - released below, like every other refusal
                         "a region was mapped anew since the program was bound", hint="rebind the program"
                     )
@@ -218,7 +235,13 @@ class _Hold:
             self.release()
             raise
 
+    @property
+    def links(self) -> list[ShmLink]:
+        """The links whose regions are held."""
+        return [use.link for use in self._acquired]
+
     def check(self) -> None:
+        """Raise if a region was revoked."""
         if self._revoked.is_set():
             raise RevokedError(
                 "a writer revoked its memory while it was read: what came may be torn",
@@ -226,6 +249,7 @@ class _Hold:
             )
 
     def release(self) -> None:
+        """Let go of the regions; a second call does nothing."""
         acquired, self._acquired = self._acquired, []
         for use in acquired:
             use.link.release(use.keys, self._revoked.set)
@@ -257,7 +281,7 @@ def _regions(binding: Binding, storages: I64) -> list[int]:
     return np.unique(binding.region[storages]).tolist()
 
 
-def _bind(made: list[Table], bound: _Bound) -> None:
+def _bind(made: list[Table], bound: Bound) -> None:
     for table in made:
         table.bind_src(bound.src)
         table.bind_dst(bound.dst)
