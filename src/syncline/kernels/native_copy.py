@@ -1,4 +1,4 @@
-"""How rows are copied: inner functions of `syncline.kernels.native`, compiled as parts of its entry points."""
+"""How rows are copied: inner functions of `syncline.kernels.native`, compiled into its entry points."""
 
 # pyright: reportMissingParameterType=false, reportCallIssue=false
 # (numba infers these types where they are called, and passes intrinsics their first argument itself)
