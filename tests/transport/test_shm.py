@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from syncline import extensions
 from syncline.errors import TransportError
 from syncline.layout import Box, Layout, Manifest, Shard, View
 from syncline.memory.arena import Arena
@@ -122,8 +123,9 @@ class TestRegistry:
         found = EntryPoint("pigeon", "syncline.transport.shm:ShmTransport", registry.GROUP)
         broken = EntryPoint("broken", "syncline.transport.none:Nothing", registry.GROUP)
         monkeypatch.setattr(
-            registry, "entry_points", lambda group: [found, broken] if group == registry.GROUP else []
+            extensions, "entry_points", lambda group: [found, broken] if group == registry.GROUP else []
         )
+        monkeypatch.setattr(extensions, "installed", extensions.Extensions())
         assert registry.names() == ["broken", "gloo", "pigeon", "shm"]
         made = registry.make("pigeon", job=JOB)
         assert isinstance(made, ShmTransport)

@@ -18,9 +18,10 @@ from syncline.memory.region import Kind, Region
 from syncline.plan import Stream, plan
 from syncline.transport.base import Endpoint, Remote, Side, Staging
 from syncline.transport.buckets import ALIGN, assign, pack
+from syncline.transport.order import alike_together, by_source
 from syncline.transport.shm_link import ShmLink
 from syncline.transport.shm_program import ShmProgram
-from syncline.transport.tables import Boxes, Table, boxes_of, by_source, picked, sliced, tables
+from syncline.transport.tables import Boxes, Table, boxes_of, picked, sliced, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -241,3 +242,24 @@ def test_the_order_of_the_source_changes_no_row(rows: int, width: int, cuts: int
     assert moves(ordered) == moves(table)
     assert (np.diff(ordered.src_base) > 0).all()
     assert (ordered.rows <= np.maximum(1, span // np.maximum(1, ordered.src_stride))).all()
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([3, 8, 16])), min_size=1, max_size=12))
+def test_hops_of_one_run_and_one_length_come_together_and_nothing_else_changes(
+    shapes: list[tuple[int, int]],
+) -> None:
+    count = len(shapes)
+    size = np.array(shapes, np.int64)
+    stride = np.stack([np.full(count, 20), np.ones(count, np.int64)], axis=1)
+    base, zero = np.arange(count) * 100, np.zeros(count, np.int64)
+    stream = Stream.of_bytes(base, stride, np.full(count, 4))
+    dtype = np.full(count, code("float32"), np.uint8)
+    made = Boxes(np.arange(count), size, Stream(base, stride, 1), stream, stream, dtype, dtype, zero, zero)
+    (table,) = tables(made, positions=True)
+    ordered = alike_together(table)
+    assert moves(ordered) == moves(table)
+    kinds = [(int(r) == 1, int(n)) for r, n in zip(ordered.rows, ordered.nbytes, strict=True)]
+    singles = [n for single, n in kinds if single]
+    assert kinds[: len(singles)] == [(True, n) for n in sorted(singles)]
+    rest = [int(h) for h, (single, _) in zip(ordered.hop, kinds, strict=True) if not single]
+    assert rest == sorted(rest)

@@ -7,10 +7,10 @@ transport it makes; it is imported at first use.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from syncline.errors import TransportError
+from syncline import extensions
+from syncline.errors import SynclineError, TransportError
 from syncline.transport.base import Caps, Refusal
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncline.transport.base import Endpoint, Transport
 
-GROUP = "syncline.transports"
+GROUP = extensions.TRANSPORTS
 _OWN = {
     "shm": ("syncline.transport.shm", "ShmTransport"),
     "gloo": ("syncline.transport.gloo", "GlooTransport"),
@@ -35,7 +35,7 @@ def add(name: str, factory: Callable[..., Transport]) -> None:
 
 def names() -> list[str]:
     """Return the names of all transports on offer, sorted."""
-    return sorted({*_OWN, *_added, *(e.name for e in entry_points(group=GROUP))})
+    return sorted({*_OWN, *_added, *extensions.installed.names(GROUP)})
 
 
 def factory(name: str) -> Callable[..., Transport]:
@@ -49,13 +49,17 @@ def factory(name: str) -> Callable[..., Transport]:
         return getattr(import_module(module), attribute)
     if name in _added:
         return _added[name]
-    found = next((e for e in entry_points(group=GROUP) if e.name == name), None)
-    if found is None:
+    if name not in extensions.installed.names(GROUP):
         raise TransportError("no such transport", expected=f"one of {', '.join(names())}", found=name)
     try:
-        return found.load()
-    except (ImportError, AttributeError) as error:
-        raise TransportError(f"the transport {name!r} cannot be imported", found=error) from error
+        return extensions.installed.load(GROUP, name)
+    except SynclineError as error:
+        raise TransportError(
+            f"the transport {name!r} cannot be imported",
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        ) from error
 
 
 def make(name: str, **arguments: Any) -> Transport:

@@ -13,8 +13,9 @@ from syncline.kernels import host
 from syncline.plan.lower import Stream
 from syncline.transport import work
 from syncline.transport.base import Limits
+from syncline.transport.order import by_source
 from syncline.transport.running import Running
-from syncline.transport.tables import SLICE_BYTES, Boxes, Place, by_source, sliced, slots_of, tables
+from syncline.transport.tables import SLICE_BYTES, Boxes, Place, sliced, slots_of, tables
 
 if TYPE_CHECKING:
     from syncline.memory.binding import Binding

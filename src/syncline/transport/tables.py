@@ -228,41 +228,6 @@ class Table:
         self.dst += self.dst_base
 
 
-def by_source(table: Table, span: int) -> Table:
-    """Return a table of the same work in the order of its source, in blocks of rows of ``span`` bytes.
-
-    Column cuts read every row in several places at different times, half a cache line and a memory page here
-    and there; read together, a row comes from memory once.
-    """
-    step = np.abs(table.src_stride)
-    per = np.maximum(1, span // np.maximum(1, step))
-    blocks = np.where(table.rows > 1, -(-table.rows // per), 1)
-    at = np.repeat(np.arange(len(table)), blocks)
-    skipped = (np.arange(len(at)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * per[at]
-    rows = np.where(table.rows[at] > 1, np.minimum(per[at], table.rows[at] - skipped), table.rows[at])
-    base = table.src_base[at] + skipped * table.src_stride[at]
-    order = np.lexsort((base, table.src_slot[at]))
-    at, skipped = at[order], skipped[order]
-    return Table(
-        src_dtype=table.src_dtype,
-        wire_dtype=table.wire_dtype,
-        rows=rows[order],
-        elems=table.elems[at],
-        nbytes=table.nbytes[at],
-        itemsize=table.itemsize[at],
-        hop=table.hop[at],
-        position=table.position[at] + skipped * table.position_stride[at],
-        position_stride=table.position_stride[at],
-        src_base=base[order],
-        src_stride=table.src_stride[at],
-        src_slot=table.src_slot[at],
-        dst_base=table.dst_base[at] + skipped * table.dst_stride[at],
-        dst_stride=table.dst_stride[at],
-        dst_slot=table.dst_slot[at],
-        box=table.box[at],
-    )
-
-
 def boxes_of(plan: Plan, hops: Hops) -> tuple[Boxes, Slots, Slots]:
     """Return the hops as boxes, in their order, with the storages they come from and go to."""
     src, dst = hops.source_stream(), hops.destination_stream()
