@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncline.errors import SynclineError
-    from syncline.layout import Rules, Transform, register_transform
+    from syncline.layout import LayoutRule, Rules, Transform, register_layout_rule, register_transform
     from syncline.options import Options
     from syncline.store.keys import ShardedKey
     from syncline.store.reader import WeightReader
@@ -32,8 +32,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "SynclineError": "syncline.errors",
+    "LayoutRule": "syncline.layout",
     "Rules": "syncline.layout",
     "Transform": "syncline.layout",
+    "register_layout_rule": "syncline.layout",
     "register_transform": "syncline.layout",
     "Options": "syncline.options",
     "ShardedKey": "syncline.store.keys",
@@ -45,6 +47,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LayoutRule",
     "Options",
     "Rules",
     "ShardedKey",
@@ -55,6 +58,7 @@ __all__ = [
     "WeightReader",
     "WeightWriter",
     "WorkerWeightsReader",
+    "register_layout_rule",
     "register_transform",
 ]
 

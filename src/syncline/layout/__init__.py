@@ -7,6 +7,7 @@ Importing this package needs numpy only. How layouts are learned from torch live
 from __future__ import annotations
 
 from syncline.layout.box import Box
+from syncline.layout.layout_rule import LayoutRule, register_layout_rule
 from syncline.layout.manifest import Layout, Manifest
 from syncline.layout.segments import Segments
 from syncline.layout.shard import Shard
@@ -16,11 +17,13 @@ from syncline.layout.view import View
 __all__ = [
     "Box",
     "Layout",
+    "LayoutRule",
     "Manifest",
     "Rules",
     "Segments",
     "Shard",
     "Transform",
     "View",
+    "register_layout_rule",
     "register_transform",
 ]

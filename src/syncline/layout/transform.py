@@ -11,15 +11,15 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from syncline import extensions
 from syncline.errors import LayoutError
 from syncline.layout import cast
 from syncline.layout.dtype import dtype, widens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
 
     from numpy.typing import NDArray
 
@@ -78,14 +78,16 @@ def transform(name: str, tensor: str | None = None) -> Transform:
     Raises:
         LayoutError: nobody registered it.
     """
-    found = _registry.get(name)
+    found = _registry.get(name) or _plugged_in().get(name)
     if found is None:
+        broken = extensions.installed.broken(extensions.TRANSFORMS)
         raise LayoutError(
             f"unknown transform {name!r}",
             tensor=tensor,
             expected=f"one of {', '.join(sorted(_registry))}",
             found=name,
-            hint="call syncline.layout.register_transform before connecting",
+            hint="call syncline.layout.register_transform before connecting"
+            + (f"; broken plug-ins: {', '.join(sorted(broken))}" if broken else ""),
         )
     return found
 
@@ -106,7 +108,20 @@ def cast_transform(src: str, dst: str, tensor: str | None = None) -> Transform:
 
 def has_cast(src: str, dst: str) -> bool:
     """Return whether a cast between two different dtypes is registered."""
-    return cast_name(src, dst) in _registry
+    name = cast_name(src, dst)
+    return name in _registry or name in _plugged_in()
+
+
+def _plugged_in() -> Mapping[str, Transform]:
+    """Return all transforms, those of packages' entry points ``syncline.transforms`` included."""
+    extensions.installed.once(extensions.TRANSFORMS, _take)
+    return _registry
+
+
+def _take(offer: Any) -> None:
+    made: Any = offer() if callable(offer) and not isinstance(offer, Transform) else offer
+    for one in (made,) if isinstance(made, Transform) else made or ():
+        register_transform(one)
 
 
 for _src, _dst in cast.pairs():

@@ -16,7 +16,8 @@ import torch
 
 from syncline.adapters.sglang.srt import srt
 from syncline.adapters.sglang.tensors import Geometry, Slot, registered_slots, slots
-from syncline.layout.loader import LoaderTrace, trace_loader
+from syncline.layout.loader import LoaderTrace
+from syncline.layout.loader_rules import trace_with_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,10 +60,11 @@ def learn(runner: Any, checkpoint: Mapping[str, Spec]) -> Learned:
         found = slots(twin)
         before = {name: _mark(slot) for name, slot in found.items()}
         kept = [slot.get() for slot in found.values()]  # their identities stay their own
-        trace = trace_loader(
+        trace = trace_with_rules(
             _registered(twin),
             lambda weights: _load(runner, twin, weights),
             checkpoint,
+            model=type(twin).__name__,
             state=lambda: _registered(twin),
         )
         after = slots(twin)
