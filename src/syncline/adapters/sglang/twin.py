@@ -16,7 +16,6 @@ import torch
 
 from syncline.adapters.sglang.srt import srt
 from syncline.adapters.sglang.tensors import Geometry, Slot, registered_slots, slots
-from syncline.layout.loader import LoaderTrace
 from syncline.layout.loader_rules import trace_with_rules
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from syncline.layout.loader import Spec
+    from syncline.layout.loader import LoaderTrace, Spec
 
 
 @dataclass(frozen=True, slots=True)

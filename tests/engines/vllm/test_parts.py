@@ -1,0 +1,159 @@
+"""Parts of the vLLM adapter that need no vLLM: errors in texts, the main thread, hidden tensors, staging."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.adapters.vllm.carry import CarriedError, unpack
+from syncline.adapters.vllm.doors import HTTPDoor
+from syncline.adapters.vllm.leaves import leaves
+from syncline.adapters.vllm.mainthread import MainThread
+from syncline.adapters.vllm.staging import make_plan
+from syncline.errors import AdapterError, DeadlineError, DigestMismatchError, RemoteError
+from syncline.layout.loader import Spec, trace_loader
+
+
+def test_an_error_travels_inside_a_text() -> None:
+    error = DigestMismatchError(
+        "bytes differ", expected="a]b", found='"x"\n', rank="rank 1", tensor="a.weight"
+    )
+    text = f"Worker failed with error '{CarriedError(error)}', please check the stack trace above"
+    found = unpack(text)
+    assert type(found) is DigestMismatchError
+    assert found.to_wire() == error.to_wire()
+
+
+def test_a_foreign_error_travels_with_its_traceback() -> None:
+    found = unpack(str(CarriedError(ValueError("odd"), "Traceback ...")))
+    assert isinstance(found, RemoteError)
+    assert found.what == "ValueError: odd"
+    assert found.found == "Traceback ..."
+
+
+@pytest.mark.parametrize("text", ["", "Worker failed", "[syncline-error:00ff]", "[syncline-error:5b5d]"])
+def test_a_text_without_an_error(text: str) -> None:
+    assert unpack(text) is None
+
+
+def test_tasks_run_in_the_serving_thread() -> None:
+    main, seen = MainThread(), []
+
+    def work() -> str:
+        for _ in range(3):
+            main.run(lambda: seen.append(threading.get_ident()))
+        return f"held: {main.held}"
+
+    assert main.serve(work, 10.0) == "held: True"
+    assert seen == [threading.get_ident()] * 3
+    assert not main.held
+
+
+def test_a_task_that_fails_fails_where_it_was_asked_for() -> None:
+    main = MainThread()
+
+    def task() -> None:
+        raise AdapterError("no")
+
+    def work() -> str:
+        with pytest.raises(AdapterError):
+            main.run(task)
+        return "caught"
+
+    assert main.serve(work, 10.0) == "caught"
+    with pytest.raises(AdapterError):
+        main.serve(lambda: main.run(task), 10.0)
+    with pytest.raises(AdapterError):
+        main.run(task)  # nobody serves: in this thread
+
+
+def test_serving_has_a_deadline() -> None:
+    main, go = MainThread(), threading.Event()
+    with pytest.raises(DeadlineError):
+        main.serve(go.wait, 0.05)
+    go.set()
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3), requires_grad=False)
+        self.child = nn.Linear(2, 2)
+
+
+def test_tensors_behind_attributes_closures_and_objects_are_found() -> None:
+    layer: Any = _Layer()
+    hidden = [torch.full((2,), float(number)) for number in range(5)]
+    packed = hidden[0]
+    layer.run = lambda x: x @ packed
+    layer.kernel = SimpleNamespace(inner={"scale": hidden[1]}, alias=layer.weight.t())
+    layer.listed = [hidden[2], (hidden[3],)]
+    layer.part = functools.partial(torch.add, hidden[4])
+    found = {path: leaf.tensor for path, leaf in leaves(layer).items() if leaf.tensor is not None}
+    assert {tensor.data_ptr() for tensor in found.values()} == {tensor.data_ptr() for tensor in hidden}
+    assert not any("child" in path or "alias" in path for path in found)
+
+
+def test_what_cannot_be_looked_into_equals_only_itself() -> None:
+    layer: Any = _Layer()
+    layer.handle = iter(())
+    one = leaves(layer)[".handle"].bits()
+    assert one == leaves(layer)[".handle"].bits()
+    layer.handle = iter(())
+    assert one != leaves(layer)[".handle"].bits()
+
+
+def _traced() -> Any:
+    live = {
+        name: torch.empty(size, device="meta") for name, size in {"a": (4, 4), "b": (8,), "c": (64,)}.items()
+    }
+    live["tied"] = live["b"]
+
+    def load(weights: Any) -> None:
+        for name, weight in weights:
+            if name == "d":
+                live["a"].copy_(-torch.exp(weight))
+            else:
+                live[name].copy_(weight)
+
+    spec = {"b": Spec((8,), "float32"), "c": Spec((64,), "float32"), "d": Spec((4, 4), "float32")}
+    return trace_loader(live, load, spec)
+
+
+def test_stages_cover_every_storage_once_and_share_one_arena() -> None:
+    plan = make_plan(_traced(), {"b": ["layer 1", "head"], "c": ["layer 2"]})
+    assert plan.direct == {}
+    storages = [storage for stage in plan.stages for storage in stage.storages]
+    assert sorted(storages) == list(range(len(plan.storage_nbytes)))
+    assert plan.arena_nbytes == 256
+    assert sum(plan.storage_nbytes) == 4 * (8 + 64 + 16)
+    for stage, groups in zip(plan.stages, plan.groups, strict=True):
+        taken = sorted(
+            (slot.offset, slot.offset + slot.nbytes)
+            for group in groups
+            for slot in (*group.live.values(), *group.inputs.values())
+        )
+        assert len(taken) == len(stage.storages)
+        assert taken[-1][1] <= plan.arena_nbytes
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
+    both = next(group for groups in plan.groups for group in groups if "b" in group.live)
+    assert both.layers == ("layer 1", "head")
+
+
+def test_what_is_written_in_place_comes_first() -> None:
+    plan = make_plan(_traced(), {"c": ["layer"]})
+    assert plan.stages[0].name == "direct"
+    assert plan.stages[0].storages == tuple(plan.direct.values())
+    assert plan.direct.keys() == {"b"}
+
+
+def test_a_door_wants_a_url() -> None:
+    with pytest.raises(AdapterError):
+        HTTPDoor("file:///etc/passwd")
