@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import zmq
 
-from syncline.errors import DeadlineError, ManifestError, ProtocolError, SynclineError, to_wire
+from syncline.errors import DeadlineError, ProtocolError, SynclineError, to_wire
 from syncline.faults import point
-from syncline.layout import Manifest
 from syncline.meta import address, wire
+from syncline.meta.blobs import check_binding, check_manifest
 from syncline.meta.keys import JobKeys
 from syncline.meta.rundir import JobDir, ServerState
 from syncline.meta.versions import library_version
 from syncline.meta.zap import DOMAIN, Gatekeeper
 from syncline.options import Options
 from syncline.protocol import messages as m
-from syncline.protocol.ids import blob_name
 from syncline.protocol.job import Deferred, JobState, Timing
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 1.0
 _SHORTEST_WAIT = 0.002
 _BATCH = 256  # requests handled before deferred answers and deadlines get their turn
-_MAX_MANIFEST_NBYTES = 1 << 30
-_MAX_BINDING_NBYTES = 1 << 30
 _STOP_PATIENCE = 10.0
 _DEAF = 0.25  # seconds; a longer pause does not count for leases and deadlines
 
@@ -326,9 +323,9 @@ class MetaServer:
             self._bad_frames += 1
             raise
         if isinstance(request, m.PutManifest):
-            self._check_manifest(request)
+            check_manifest(self._state.core.manifests, request, self._options.max_frame)
         if isinstance(request, m.PutBinding):
-            self._check_binding(request)
+            check_binding([len(one.blob) for one in self._state.core.bindings.values()], request)
         point("meta.before_handle")
         reply = self._state.handle(request, self._clock.now())
         if self._state.epochs != self._record.epochs:
@@ -345,40 +342,6 @@ class MetaServer:
     def _greet(self, hello: wire.Hello) -> None:
         if hello.job != self.job:
             raise ProtocolError("this MetaServer serves another job", expected=self.job, found=hello.job)
-
-    def _check_manifest(self, request: m.PutManifest) -> None:
-        """Refuse a manifest that is damaged, lies about its name, or is one too many."""
-        held = self._state.core.manifests
-        if request.manifest_fp in held:
-            return
-        total = sum(map(len, held.values())) + len(request.blob)
-        if total > _MAX_MANIFEST_NBYTES:
-            raise ProtocolError(
-                "the MetaServer holds too many manifests",
-                expected=f"at most {_MAX_MANIFEST_NBYTES} bytes",
-                found=f"{total} bytes",
-            )
-        found = Manifest.decode(request.blob, max_bytes=self._options.max_frame).fingerprint
-        if found != request.manifest_fp:
-            raise ManifestError(
-                "a manifest is not the one that its fingerprint names",
-                expected=request.manifest_fp.hex(),
-                found=found.hex(),
-            )
-
-    def _check_binding(self, request: m.PutBinding) -> None:
-        """Refuse a binding under another name than its own, or one too many."""
-        total = sum(len(one.blob) for one in self._state.core.bindings.values()) + len(request.blob)
-        if total > _MAX_BINDING_NBYTES:
-            raise ProtocolError(
-                "the MetaServer holds too many bindings",
-                expected=f"at most {_MAX_BINDING_NBYTES} bytes",
-                found=f"{total} bytes",
-            )
-        if blob_name(request.blob) != request.binding_fp:
-            raise ManifestError(
-                "a binding is not the one that its hash names", found=request.binding_fp.hex()
-            )
 
     def _after(self) -> None:
         """Send what has been decided meanwhile."""
