@@ -91,6 +91,7 @@ class Engine(ModuleEngine):
     def __init__(self, model: nn.Module, shards: Sequence[Shard] | None = None, **rest: Any) -> None:
         super().__init__(model, **rest)
         self.calls: list[str] = []
+        self.received: Any = None
         if shards is not None:
             self.manifest = Manifest.from_shards(shards, self.manifest.storage_nbytes.tolist())
             self._binding = Binding.private(self.manifest.fingerprint, self._addresses)
@@ -105,6 +106,7 @@ class Engine(ModuleEngine):
 
     def after_update(self, key: Any, received: Any = None) -> None:
         self.calls.append(f"after_update {key}")
+        self.received = received
         super().after_update(key, received)
 
     def flush_caches(self) -> None:

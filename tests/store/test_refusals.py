@@ -88,6 +88,7 @@ def test_reader_names_that_nobody_sends_fail_unless_frozen_and_then_stay_as_they
     live = engine.live_tensors()
     assert all(torch.equal(live[n], t) for n, t in PLAIN.items())
     assert live["vision.tower"].tolist() == [-1.0] * 3
+    assert engine.received == set(PLAIN)  # what a hook of the frozen tower goes by
 
 
 def test_an_update_of_a_misfit_that_skipped_the_check_raises_and_changes_nothing(job: Job) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,7 +60,7 @@ class Leg:
     nbytes: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Route:
     """One rank's share of one plan: one leg, or one for each stage of its engine."""
 
@@ -67,6 +68,11 @@ class Route:
     hops: Hops
     legs: list[Leg]
     nbytes: int
+
+    @cached_property
+    def received(self) -> frozenset[str]:
+        """Checkpoint names that the rank receives, in whole or in part."""
+        return frozenset(self.plan.names[t] for t in np.unique(self.hops.tensor).tolist())
 
     @property
     def lanes(self) -> list[Lane]:

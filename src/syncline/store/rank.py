@@ -50,6 +50,7 @@ class RankUpdater:
         self.touched = False
         self.moved = 0
         self._held: VersionKey | None = None
+        self._received: frozenset[str] = frozenset()
 
     def pull(self, begun: m.Begun) -> m.Verified:
         """Install every byte of a version in live memory and prove it.
@@ -70,13 +71,14 @@ class RankUpdater:
         self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
         self.touched = True
         faults.point("worker.before_first_byte")
+        self._received = route.received
         before = self.moved
         for index in range(len(route.legs)):
             self._receive(begun, route, index, fence, before, watch)
         moved = self.moved - before
         report: dict[str, int | float | str] = {
             "nbytes": moved,
-            "tensors": len(set(route.hops.tensor.tolist())),
+            "tensors": len(route.received),
             **_proved(begun, route),
             **{f"{phase}_s": seconds for phase, seconds in watch.seconds.items()},
         }
@@ -98,7 +100,7 @@ class RankUpdater:
             AdapterError: its hook moved a live tensor, named.
         """
         self.touched = True
-        self._adapter.after_update(begun.key)
+        self._adapter.after_update(begun.key, self._received)
         self._adapter.binding()
         self._adapter.report_version(begun.key)
 
