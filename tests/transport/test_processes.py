@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing as mp
 import os
+import select
 import socket
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from syncline.errors import (
     WireVersionError,
 )
 from syncline.memory.binding import Binding
-from syncline.transport import frames, segments
+from syncline.transport import frames, segments, shm_link
 from syncline.transport.base import Endpoint, Limits, Refusal, Remote, Rights, Side, Ticket
 from syncline.transport.gloo import GlooTransport
 from syncline.transport.host import endpoint
@@ -337,7 +338,12 @@ class TestServer:
         assert reader.link(end, [ticket], 5.0).regions == 1
         reader.close(5.0)
 
-    def test_a_server_for_another_user_refuses_us(self, short: Path) -> None:
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_server_for_another_user_refuses_us(
+        self, short: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if late:  # we say hello to a server that has refused us and hung up already
+            monkeypatch.setattr(shm_link, "connect", _connect_and_wait_for_the_end)
         loop = Loop("foreign")
         server = SegmentServer(short / "foreign", JOB, "x", loop, uid=os.geteuid() + 1)
         end = Endpoint(
@@ -360,6 +366,14 @@ class TestServer:
                 os._exit(_as_nobody(end.addresses["shm"]))
             _, status = os.waitpid(child_id, 0)
             assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _connect_and_wait_for_the_end(path: Path, seconds: float, name: str) -> socket.socket:
+    sock = connect(path, seconds, name)
+    hung_up = select.poll()
+    hung_up.register(sock, 0)  # only what is always reported: the other end's close
+    assert hung_up.poll(seconds * 1000)
+    return sock
 
 
 def _as_nobody(path: str) -> int:

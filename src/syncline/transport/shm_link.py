@@ -285,5 +285,9 @@ class ShmLink:
     def _send(self, message: frames.Message) -> None:
         try:
             frames.send(self._sock, message)
+        except (BrokenPipeError, ConnectionResetError):
+            # The other end hung up. What it said last (a refusal, with its reason) may still wait to be read:
+            # the thread that reads takes that first, and ends the link when it comes to the end of the stream.
+            return
         except OSError as error:
             self._fail(error)
