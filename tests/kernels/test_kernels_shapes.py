@@ -100,3 +100,40 @@ def test_long_runs_are_digested_in_several_places(itemsize: int, n: int, s: int,
     total = host.copy_digest_runs(*sides, column(0), *where[4:], np.zeros(1, np.uint64))
     assert total == want
     assert np.array_equal(got[: elems * itemsize], SRC[s : s + elems * itemsize])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([128, 256, 768, 2048, 5632, 100]), min_size=1, max_size=4),
+    st.integers(0, 70),
+    st.sampled_from([0, 128, 2048, 10]),
+    st.sampled_from([0, 256, 250]),
+    st.sampled_from([0, 1, 128, 40000]),
+    st.booleans(),
+)
+def test_columns_side_by_side_are_digested_row_by_row(
+    widths: list[int], rows: int, pad: int, gap: int, position: int, hidden: bool
+) -> None:
+    """``widths`` in elements of two bytes; ``pad`` bytes behind a row in memory, ``gap`` elements canonically."""
+    pitch = 2 * sum(widths) + pad
+    rows = min(rows, (SIZE - 64) // pitch)
+    at = np.cumsum([0, *widths[:-1]])
+    count = len(widths)
+    group = np.arange(count, dtype=np.int32)
+    if hidden:
+        group[count // 2] = -1
+    where = (
+        SRC.ctypes.data + 3 + 2 * at,
+        np.full(count, rows),
+        np.array(widths),
+        np.full(count, pitch),
+        position + at,
+        np.full(count, sum(widths) + gap),
+        np.full(count, 2, np.uint8),
+        group,
+    )
+    want = reference.digest_runs(*where, count)
+    assert np.array_equal(host.digest_runs(*where, np.zeros(count, np.uint64)), want)
+    upside_down = (where[0] + pitch * max(rows - 1, 0), where[1], where[2], -where[3], *where[4:])
+    want = reference.digest_runs(*upside_down, count)
+    assert np.array_equal(host.digest_runs(*upside_down, np.zeros(count, np.uint64)), want)

@@ -23,7 +23,7 @@ from syncline.kernels.native_copy import (
     stream_abreast,
     stream_row,
 )
-from syncline.kernels.native_digest import digest_chunk, digest_row
+from syncline.kernels.native_digest import digest_chunk, digest_columns, digest_row, side_by_side
 from syncline.kernels.native_ir import (
     brain_to_single,
     fence,
@@ -70,17 +70,25 @@ def copy_runs(dst, src, rows, nbytes, dst_stride, src_stride, start, stop):
 )
 def digest_runs(addr, rows, elems, stride, pos, pos_stride, itemsize, group, out, keys, start, stop):
     """Do as `syncline.kernels.host.digest_runs` says."""
-    for i in range(start, stop):
+    i = start
+    while i < stop:
         if group[i] < 0:
+            i += 1
             continue
         size = U(itemsize[i])
-        a, p, n = addr[i], pos[i] * size, elems[i] * size
+        a, p, step = addr[i], pos[i] * size, pos_stride[i] * size
+        columns = side_by_side(addr, rows, elems, stride, pos, pos_stride, itemsize, group, i, stop)
+        if columns:
+            digest_columns(elems, group, out, a, p, rows[i], stride[i], step, size, keys, i, i + columns)
+            i += columns
+            continue
         total = U(0)
         for _ in range(rows[i]):
-            total += digest_row(a, n, p, keys, a + stride[i])
+            total += digest_row(a, elems[i] * size, p, keys, a + stride[i])
             a += stride[i]
-            p += pos_stride[i] * size
+            p += step
         out[group[i]] += total
+        i += 1
 
 
 @njit

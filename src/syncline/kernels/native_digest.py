@@ -15,6 +15,8 @@ READ_CHUNK = U(1024)  # how far ahead a pass that only reads fetches
 # Long runs are read in READS places that lie APART bytes apart, READ_TURN bytes at each in turn.
 APART = U(65536)
 READS, READ_TURN = U(4), U(256)
+# Rows of column cuts likewise, READ_TURN bytes at each in turn, APART bytes apart if there are enough.
+ROWS = U(4)
 
 
 @njit(inline="always")
@@ -99,4 +101,57 @@ def digest_row(addr, n, p, keys, next_row):
         ahead = addr + m if m < n else next_row
         total += digest_chunk(addr, m, p, keys, ahead)
         addr, p, n = addr + m, p + m, n - m
+    return total
+
+
+@njit
+def side_by_side(addr, rows, elems, stride, pos, pos_stride, itemsize, group, start, stop):
+    """Count the descriptors from ``start`` that are columns of the same rows, one beside the other.
+
+    None are where `digest_columns` cannot take them: few or long rows, or such as READ_TURN does not divide.
+    """
+    size, count = U(itemsize[start]), 0
+    step = pos_stride[start] * size
+    if rows[start] < ROWS or step & (READ_TURN - U(1)) or pos[start] * size & (READ_TURN - U(1)):
+        return count
+    at, p = addr[start], pos[start]
+    for i in range(start, stop):
+        n = elems[i] * size
+        same = rows[i] == rows[start] and stride[i] == stride[start] and pos_stride[i] == pos_stride[start]
+        if not (same and addr[i] == at and pos[i] == p and U(itemsize[i]) == size and group[i] >= 0):
+            break
+        if n == U(0) or n & (READ_TURN - U(1)) or n >= APART * READS:
+            break
+        at, p, count = at + n, p + elems[i], count + 1
+    return count
+
+
+@njit
+def digest_columns(elems, group, out, a, p, rows, pitch, step, size, keys, start, stop):
+    """Digest columns that lie side by side, row by row as they lie in memory, ROWS rows abreast.
+
+    The first row of the first column is at address a and canonical byte p; rows are ``pitch`` bytes apart
+    in memory and ``step`` canonically. Descriptors from ``start`` to ``stop`` are a column each, of ``elems``
+    elements of ``size`` bytes; their digests are added to ``out``.
+    """
+    while rows:
+        apart = U(1) if rows < ROWS else max(U(1), min(rows // ROWS, APART // max(U(1), pitch)))
+        abreast = ROWS if rows >= ROWS else rows
+        for r in range(apart):
+            at, q = a + U(r) * pitch, p + U(r) * step
+            for i in range(start, stop):
+                n = elems[i] * size
+                out[group[i]] += _turns(at, q, n, abreast, apart * pitch, apart * step, keys)
+                at, q = at + n, q + n
+        a, p, rows = a + apart * abreast * pitch, p + apart * abreast * step, rows - apart * abreast
+
+
+@njit(inline="always")
+def _turns(addr, p, n, abreast, pitch, step, keys):
+    total = U(0)
+    for k in range(n // READ_TURN):
+        a, q = addr + U(k) * READ_TURN, p + U(k) * READ_TURN
+        for _ in range(abreast):
+            total += digest_lines_here(a, READ_TURN >> U(6), keys + (q & U(16380))) * block_weight(q)
+            a, q = a + pitch, q + step
     return total

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncline.memory.binding import Binding
     from syncline.plan import DigestRows, Plan
 
-_SPAN = 128 << 10  # bytes of source that are read together: they fit into a core's own cache
+_SPAN = 1 << 20  # bytes of source that are read together, row by row: all columns of some rows
 
 
 class SourceDigests:
