@@ -39,6 +39,13 @@ MUTANTS = (
         "if attempt is None:",
     ),
     Mutant(
+        "write-before-all-are-bound",
+        "no rank writes before every rank knows that it can take part",
+        "steps.py",
+        '    if absent:\n        return Waiting(f"ranks {absent} of instance {instance.name} to bind',
+        '    if len(absent) > 1:\n        return Waiting(f"ranks {absent} of instance {instance.name} to bind',
+    ),
+    Mutant(
         "commit-before-verify",
         "every rank has verified before the commit",
         "instance.py",

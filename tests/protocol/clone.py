@@ -28,7 +28,7 @@ FLAT: dict[type, tuple[str, ...]] = {
     WriterGroup: ("slots", "last", "gone", "orderly"),
     Version: ("puts", "closed", "memberships", "revoked", "torn"),
     Instance: ("slots", "last", "holds", "applying", "failures"),
-    Attempt: ("plans", "touched", "moved", "told"),
+    Attempt: ("plans", "touched", "moved", "told", "bound"),
 }
 DEEP: dict[type, tuple[str, ...]] = {
     World: ("state", "pinned", "writers", "instances"),

@@ -39,6 +39,7 @@ def test_every_deferrable_request_carries_a_deadline() -> None:
         m.BeginUpdate,
         m.AwaitServing,
         m.AwaitUpdate,
+        m.AwaitBound,
         m.AwaitVerified,
         m.AwaitDecision,
         m.AwaitPulls,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from syncline.errors import DeadlineError, ProtocolError, TransportError
+from syncline.errors import DeadlineError, ProtocolError, SynclineError, TransportError
 from syncline.protocol import messages as m
 from tests.protocol.driver import TABLE, Job, key, publish
 
@@ -46,6 +46,34 @@ def test_the_pause_counts_once_against_the_stall() -> None:
     job.wait(3, *writers, *fleet.all)
     with pytest.raises(ProtocolError, match="no byte moved"):
         start(fleet, begun)
+
+
+def test_ranks_write_only_when_all_of_them_are_bound() -> None:
+    job, writers, fleet = setup()
+    begun = fleet.controller.begin()
+    start(fleet, begun)
+    asks = [m.AwaitBound(one.fence, TABLE, key(1), begun.attempt, 60.0) for one in fleet.workers]
+    waiting = job.send(asks[0])
+    late = job.send(m.AwaitBound(fleet.workers[0].fence, TABLE, key(1), begun.attempt, 2.0))
+    assert not job.done(waiting)
+    job.wait(2, *writers, *fleet.all)
+    with pytest.raises(DeadlineError, match=r"ranks \[1\] of instance a to bind"):
+        job.reply(late)
+    assert job.send(asks[1]) == m.Done()
+    assert job.reply(waiting) == m.Done()
+
+
+def test_a_rank_that_cannot_bind_ends_the_attempt_before_any_other_has_written() -> None:
+    job, _, fleet = setup()
+    begun = fleet.controller.begin()
+    start(fleet, begun)
+    one, other = fleet.workers
+    waiting = job.send(m.AwaitBound(one.fence, TABLE, key(1), begun.attempt, 60.0))
+    other.fail(begun, what="offloaded", touched=False)
+    with pytest.raises(SynclineError, match="offloaded"):
+        job.reply(waiting)
+    one.fail(begun, what="the attempt is over", touched=False)
+    assert not job.instance().dirty
 
 
 def test_the_controller_waits_for_all_ranks_or_hears_why_not() -> None:

@@ -14,6 +14,7 @@ from syncline.layout import Rules
 from tests.store.pair import Engine, Trainer, blank, module, shard, stamped
 
 if TYPE_CHECKING:
+    from syncline.memory import Binding
     from tests.store.pair import Job
 
 VALUES = {"w": stamped(6, 4), "b": stamped(4, start=300)}
@@ -179,3 +180,57 @@ def test_a_reader_that_leaves_is_not_waited_for(job: Job) -> None:
     leaves.close()
     assert writer.publish(1, wait="committed").wait_committed() == ("stays",)
     assert str(stays.committed) == "1.1"
+
+
+def _halves(job: Job) -> list[Engine]:
+    ranks = [
+        Engine(
+            module({"w": torch.full((3, 4), -1.0)}),
+            shards=[shard("w", (6, 4), (3 * r, 0), (3, 4))],
+            rank=r,
+            world=2,
+        )
+        for r in range(2)
+    ]
+    job.worker(ranks[1], "pair")
+    return ranks
+
+
+def test_a_rank_that_cannot_take_part_fails_before_any_other_has_written(job: Job) -> None:
+    writer = job.writer(Trainer(module({"w": VALUES["w"].clone()})))
+    ranks = _halves(job)
+    reader = job.reader(ranks[0], "pair")
+    writer.publish(1)
+
+    def offloaded() -> None:
+        if threading.current_thread().name.endswith("instance pair, rank 1"):
+            raise LayoutError("rank 1 has no memory now")
+
+    with (
+        faults.arm("worker.before_bind", offloaded),
+        pytest.raises(LayoutError, match="rank 1 has no memory now"),
+    ):
+        reader.update(1)
+    assert not reader.dirty
+    assert all(bool((one.live_tensors()["w"] == -1).all()) for one in ranks)
+    reader.update(1)
+    assert all(torch.equal(one.live_tensors()["w"], VALUES["w"][3 * one.rank :][:3]) for one in ranks)
+
+
+def test_a_writer_rests_while_readers_of_its_memory_pull(job: Job) -> None:
+    trainer = Trainer(module({"w": VALUES["w"].clone()}))
+    writer = job.writer(trainer)
+    reader = job.reader(_halves(job)[0], "pair")
+    asked: list[str] = []
+    binding = trainer.binding
+
+    def counted() -> Binding:
+        asked.append(threading.current_thread().name)
+        return binding()
+
+    trainer.binding = counted  # type: ignore[method-assign]
+    for number in (1, 2):
+        writer.publish(number).wait()
+        asked.clear()
+        reader.update(number)
+        assert asked == []

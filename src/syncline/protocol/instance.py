@@ -50,6 +50,7 @@ class Attempt:
         touched: worker rank -> whether it wrote live memory, told by the ranks that failed.
         moved: worker ranks that reported bytes.
         told: worker ranks that know that they may write.
+        bound: worker ranks that know where every byte comes from and goes to.
         was_dirty: whether the instance was dirty before.
         failure: why the attempt can never commit; empty while it can.
         revoked: whether ``failure`` is the loss of a pin.
@@ -69,6 +70,7 @@ class Attempt:
     touched: dict[int, bool] = field(default_factory=dict)
     moved: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
+    bound: set[int] = field(default_factory=set)
     failure: str = ""
     revoked: bool = False
     error: dict[str, str | None] | None = None

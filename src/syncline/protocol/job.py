@@ -59,6 +59,7 @@ _FENCED: dict[type[Message], tuple[str, Callable[..., Any]]] = {
     requests.BeginUpdate: ("controller", update.begin_update),
     requests.StartUpdate: ("controller", steps.start_update),
     requests.AwaitUpdate: ("worker", steps.await_update),
+    requests.AwaitBound: ("worker", steps.await_bound),
     requests.AwaitVerified: ("controller", steps.await_verified),
     requests.AwaitDecision: ("worker", steps.await_decision),
     requests.AwaitPulls: ("writer", steps.await_pulls),

@@ -49,6 +49,7 @@ from syncline.protocol.replies import (
 from syncline.protocol.requests import (
     AbortVersion,
     Applied,
+    AwaitBound,
     AwaitDecision,
     AwaitMembers,
     AwaitPulls,
@@ -88,6 +89,7 @@ __all__ = [
     "AllVerified",
     "Applied",
     "AppliedDone",
+    "AwaitBound",
     "AwaitDecision",
     "AwaitMembers",
     "AwaitPulls",
@@ -172,6 +174,7 @@ Request = (
     | BeginUpdate
     | StartUpdate
     | AwaitUpdate
+    | AwaitBound
     | AwaitVerified
     | AwaitDecision
     | AwaitPulls

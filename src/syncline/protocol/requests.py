@@ -273,6 +273,19 @@ class AwaitUpdate(Message, frozen=True):
     deadline: float
 
 
+class AwaitBound(Message, frozen=True):
+    """A worker rank found the memory of both sides, and waits until all ranks did; then it may write.
+
+    Deferred, answered by `Done`. A rank that cannot take part so fails before any other has written.
+    """
+
+    fence: Fence
+    table: str
+    key: VersionKey
+    attempt: int
+    deadline: float
+
+
 class AwaitVerified(Message, frozen=True):
     """The controller waits until every rank has verified; deferred, answered by `AllVerified`.
 

@@ -1,7 +1,8 @@
 """How the processes of an update wait for each other: each step is a request, answered when it is due.
 
 A controller begins an update, pauses its engine, and says `StartUpdate`; only then may ranks write. Workers
-wait for that, pull, verify, and wait for the decision. Writers of two-sided transports wait to be asked.
+wait for that, bind, wait for each other, pull, verify, and wait for the decision. Writers of two-sided
+transports wait to be asked.
 Nobody polls, and nobody needs to reach anybody but the MetaServer.
 """
 
@@ -44,6 +45,20 @@ def await_update(core: Core, member: Member, request: req.AwaitUpdate, _until: f
         return Waiting(f"the controller of instance {instance.name} to start an update")
     attempt.told.add(member.rank)
     return begun_of(table, instance, attempt)
+
+
+def await_bound(core: Core, member: Member, request: req.AwaitBound, _until: float) -> Done | Waiting:
+    """Answer a worker rank once every rank of its instance is bound: from here on live memory may change.
+
+    Ranks that begin together also read what neighbours share together, while it is near.
+    """
+    instance = core.instance_of(member)
+    attempt = instance.alive(request.attempt, request.key, member.who)
+    attempt.bound.add(member.rank)
+    absent = [rank for rank in range(instance.world) if rank not in attempt.bound]
+    if absent:
+        return Waiting(f"ranks {absent} of instance {instance.name} to bind to version {attempt.key}")
+    return Done()
 
 
 def await_verified(

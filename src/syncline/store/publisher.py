@@ -150,7 +150,9 @@ class Publisher:
             self._writers = members.writers
         return self._book.plan(self._writers, instances)
 
-    def _digest(self, key: VersionKey, instances: Sequence[InstanceLayout], binding: Binding) -> None:
+    def _digest(
+        self, key: VersionKey, instances: Sequence[InstanceLayout], binding: Binding | None = None
+    ) -> None:
         """Digest what this rank holds, under the plan of these instances, and deliver it: once a version."""
         with self._digesting:
             try:
@@ -160,7 +162,8 @@ class Publisher:
                 return
             if (key, plan.id) in self._delivered:
                 return
-            blob = self._digester.run(plan, binding, self._member.options.update_timeout)
+            held = self._adapter.binding() if binding is None else binding
+            blob = self._digester.run(plan, held, self._member.options.update_timeout)
             count = self._sameness.count(plan.id, blob)
             if count == _SAME_VERSIONS:
                 logger.warning(
@@ -195,13 +198,13 @@ class Publisher:
     def _serve_one(self, pull: m.Pull) -> None:
         """Give an instance that joined late its digests; send to one that cannot reach this memory."""
         try:
-            binding = self._adapter.binding()
             plan = self._plan(pull.begun.membership)
             if pull.instance not in plan.reader_hosts:
                 return  # left out: it finds out by itself
-            self._sender.serve(pull, plan, binding)
+            if self._sender.needed(pull):  # readers that pull themselves are left alone with the processor
+                self._sender.serve(pull, plan, self._adapter.binding())
             if pull.begun.level != "none":
-                self._digest(pull.begun.key, pull.begun.membership, binding)
+                self._digest(pull.begun.key, pull.begun.membership)
         except SynclineError as error:
             if not self._closing.is_set():
                 logger.warning("instance %s was not served: %s", pull.instance, error)

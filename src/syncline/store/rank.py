@@ -68,6 +68,8 @@ class RankUpdater:
         faults.point("worker.before_bind")
         self._puller.bind(route, begun.writers, self._adapter.binding(), fence, deadline)
         watch.lap("bind")
+        self._meet(begun)
+        watch.lap("meet")
         self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
         self.touched = True
         faults.point("worker.before_first_byte")
@@ -112,6 +114,14 @@ class RankUpdater:
     def _plan(self, begun: m.Begun) -> Plan:
         ranks = [m.RankLayout(w.manifest_fp, w.host, w.rules) for w in begun.writers]
         return self.book.plan(ranks, begun.membership, self._instance)
+
+    def _meet(self, begun: m.Begun) -> None:
+        """Wait until every rank of the instance is bound: whoever cannot take part fails before any byte moves."""
+        if self._adapter.world == 1:
+            return
+        faults.point("worker.before_meet")
+        seconds = self._member.options.update_timeout
+        self._member.ask(m.AwaitBound(self._fence, self._table, begun.key, begun.attempt, seconds), seconds)
 
     def _receive(
         self, begun: m.Begun, route: Route, index: int, fence: Fence, before: int, watch: Stopwatch

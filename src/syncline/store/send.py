@@ -35,6 +35,11 @@ class Sender:
         self._programs: dict[tuple[bytes, str], Program | None] = {}
         self._links: dict[str, Link] = {}
 
+    def needed(self, pull: m.Pull) -> bool:
+        """Return whether a rank of the instance cannot pull from this process by itself."""
+        hosts = (Endpoint.from_text(text).host for text in pull.endpoints)
+        return any(lane_of(self._member.endpoint.host, host, self._only) != "shm" for host in hosts)
+
     def serve(self, pull: m.Pull, plan: Plan, binding: Binding) -> None:
         """Send this rank's share of a version to an instance; nothing to do for ranks that pull themselves.
 
