@@ -18,7 +18,7 @@ from syncline.memory.region import Kind, Region
 from syncline.plan import Stream, plan
 from syncline.transport.base import Endpoint, Remote, Side, Staging
 from syncline.transport.buckets import ALIGN, assign, pack
-from syncline.transport.order import alike_together, by_source
+from syncline.transport.order import alike_together, as_it_lies, by_source
 from syncline.transport.shm_link import ShmLink
 from syncline.transport.shm_program import ShmProgram
 from syncline.transport.tables import Boxes, Table, boxes_of, picked, sliced, tables
@@ -263,3 +263,21 @@ def test_hops_of_one_run_and_one_length_come_together_and_nothing_else_changes(
     assert kinds[: len(singles)] == [(True, n) for n in sorted(singles)]
     rest = [int(h) for h, (single, _) in zip(ordered.hop, kinds, strict=True) if not single]
     assert rest == sorted(rest)
+
+
+@given(st.permutations(range(6)), st.permutations(range(6)))
+def test_readers_of_the_same_storages_go_through_them_in_one_order(one: list[int], other: list[int]) -> None:
+    def order(slots: list[int]) -> tuple[list[int], list[int]]:
+        count = len(slots)
+        size = np.full((count, 2), 3, np.int64)
+        base, zero = np.arange(count) * 100, np.zeros(count, np.int64)
+        stride = np.broadcast_to(np.array([20, 1], np.int64), size.shape)
+        stream = Stream.of_bytes(base, stride, np.full(count, 4))
+        dtype = np.full(count, code("float32"), np.uint8)
+        hop, slot = np.arange(count), np.array(slots, np.int64)
+        made = Boxes(hop, size, Stream(base, stride, 1), stream, stream, dtype, dtype, slot, zero)
+        (table,) = tables(made, positions=True)
+        assert moves(as_it_lies(table)) == moves(table)
+        return as_it_lies(table).src_slot.tolist(), alike_together(table).src_slot.tolist()
+
+    assert order(one) == order(other) == (list(range(6)), list(range(6)))

@@ -14,18 +14,27 @@ if TYPE_CHECKING:
 
 
 def alike_together(table: Table) -> Table:
-    """Return a table of the same work in which hops that are one run come first, by length.
+    """Return a table of the same work in which hops that are one run come first, by length, then by source.
 
     The kernel copies runs of one length abreast if they follow each other; an expert's matrices, by name, do
-    not. The descriptors of a hop stay together, and hops of one kind in their order.
+    not. The descriptors of a hop stay together, and hops of one kind are in the order of `as_it_lies`.
     """
     if len(table) == 0:
         return table
     new = np.append([True], table.hop[1:] != table.hop[:-1])
     first = np.flatnonzero(new)[np.cumsum(new) - 1]  # of each descriptor, the first of its hop
     single = (table.rows[first] == 1) & (np.bincount(first, minlength=len(table))[first] == 1)
-    order = np.lexsort((np.where(single, table.nbytes[first], 0), ~single))
+    order = np.lexsort((table.src_slot, np.where(single, table.nbytes[first], 0), ~single))
     return _taken(table, order)
+
+
+def as_it_lies(table: Table) -> Table:
+    """Return a table of the same work in the order of the storages that it reads, the same for every reader.
+
+    Readers of one host begin together and read the same memory: in one order, what one has fetched for its
+    columns of a row is still near when the other comes for its own.
+    """
+    return _taken(table, np.argsort(table.src_slot, kind="stable"))
 
 
 def _taken(table: Table, at: NDArray[np.int64]) -> Table:

@@ -14,7 +14,7 @@ from syncline.kernels import host
 from syncline.transport import work
 from syncline.transport.base import Side
 from syncline.transport.locate import Difference, first_difference
-from syncline.transport.order import alike_together
+from syncline.transport.order import alike_together, as_it_lies
 from syncline.transport.running import Running
 from syncline.transport.shm_link import ShmLink
 from syncline.transport.tables import SLICE_BYTES, Boxes, Place, Table, boxes_of, sliced, tables
@@ -211,8 +211,7 @@ class ShmProgram:
         """Return the descriptor tables of a run, with or without digests, made at their first use."""
         if digest not in self._tables:
             made = tables(self._boxes, positions=digest)
-            if not digest:
-                made = [alike_together(table) for table in made]
+            made = [as_it_lies(table) if digest else alike_together(table) for table in made]
             if self._bound is not None:
                 _bind(made, self._bound)
             self._tables[digest] = made
