@@ -56,10 +56,15 @@ def unmap(address: int, nbytes: int) -> None:
 def collapse(address: int, nbytes: int) -> bool:
     """Ask the kernel to gather the pages of a populated range into huge ones; return whether it did.
 
-    The memory stays what and where it is, for everybody who maps it.
+    The memory stays what and where it is, for everybody who maps it. The kernel gives up at the first piece
+    for which it finds no room, so that pieces are asked for one by one where the whole was refused.
     """
     whole = nbytes // HUGE * HUGE
-    return bool(whole) and _libc().madvise(address, whole, _MADV_COLLAPSE) == 0
+    madvise = _libc().madvise
+    if madvise(address, whole, _MADV_COLLAPSE) == 0:
+        return bool(whole)
+    pieces = range(address, address + whole, HUGE)
+    return sum(madvise(piece, HUGE, _MADV_COLLAPSE) == 0 for piece in pieces) == len(pieces) > 0
 
 
 def discard(address: int, nbytes: int) -> None:
