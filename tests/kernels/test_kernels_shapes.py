@@ -114,7 +114,7 @@ def test_long_runs_are_digested_in_several_places(itemsize: int, n: int, s: int,
 def test_columns_side_by_side_are_digested_row_by_row(
     widths: list[int], rows: int, pad: int, gap: int, position: int, hidden: bool
 ) -> None:
-    """``widths`` in elements of two bytes; ``pad`` bytes behind a row in memory, ``gap`` elements canonically."""
+    """``widths`` in elements of 2 bytes; ``pad`` bytes behind a row, ``gap`` elements canonically."""
     pitch = 2 * sum(widths) + pad
     rows = min(rows, (SIZE - 64) // pitch)
     at = np.cumsum([0, *widths[:-1]])

@@ -42,8 +42,8 @@ MUTANTS = (
         "write-before-all-are-bound",
         "no rank writes before every rank knows that it can take part",
         "steps.py",
-        '    if absent:\n        return Waiting(f"ranks {absent} of instance {instance.name} to bind',
-        '    if len(absent) > 1:\n        return Waiting(f"ranks {absent} of instance {instance.name} to bind',
+        '    if absent:\n        return Waiting(f"ranks {absent} of instance {instance.name} to b',
+        '    if len(absent) > 1:\n        return Waiting(f"ranks {absent} of instance {instance.name} to b',
     ),
     Mutant(
         "commit-before-verify",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +73,7 @@ def order(c: Columns) -> None:
         ("transform chains", c.transform_names, c.transforms),
     ]
     for what, table, column in tables:
-        if any(a >= b for a, b in itertools.pairwise(table)):
+        if not all(map(operator.lt, table, table[1:])):
             raise LayoutError(f"{what} out of order, or twice", expected="sorted and unique")
         if not np.bincount(column, minlength=len(table)).all():
             raise LayoutError(f"{what} that no shard uses", expected="at least one shard for each")

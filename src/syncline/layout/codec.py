@@ -15,7 +15,9 @@ anything of that size is allocated.
 
 from __future__ import annotations
 
+import hashlib
 import struct
+import weakref
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,9 +26,9 @@ import zstandard
 
 from syncline.errors import ManifestError, WireVersionError
 from syncline.layout.columns import DTYPES
+from syncline.layout.names import NameTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -47,6 +49,9 @@ _MAX_NDIM = 64
 
 #: Columns whose rows are close to their neighbours, so that differences are smaller than values.
 _DELTA = frozenset({"tensor", "box_offset", "storage", "axis_ptr", "view_offset"})
+
+#: Tables of names that some manifest still uses, by the digest of their bytes.
+_tables: weakref.WeakValueDictionary[bytes, NameTable] = weakref.WeakValueDictionary()
 
 
 class _Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -143,9 +148,14 @@ def _decompress(body: memoryview, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def encode_columns(c: Columns) -> bytes:
-    """Return the payload of a manifest: the same bytes for the same columns, on every machine."""
-    shared, lengths, text = _front_code(c.names)
+def encode_columns(c: Columns, names: NameTable | None = None) -> bytes:
+    """Return the payload of a manifest: the same bytes for the same columns, on every machine.
+
+    Args:
+        c: the columns.
+        names: the table of ``c.names``, if there is one; it is coded once for all that share it.
+    """
+    shared, lengths, text = (names or NameTable(c.names)).coded
     parts = [part.encode() for names in c.transform_names for part in names]
     columns = {name: _pack(getattr(c, name), delta=name in _DELTA) for name in _column_names()}
     payload = _Payload(
@@ -168,6 +178,8 @@ def encode_columns(c: Columns) -> bytes:
 
 def decode_columns(data: bytes | bytearray | memoryview, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Return the fields of `Columns` from a frame; lengths and encodings are checked, contents are not.
+
+    ``names`` is a `NameTable` instead of a tuple, shared with other manifests that have the same one.
 
     Raises:
         WireVersionError: as `unframe`.
@@ -193,15 +205,30 @@ def decode_columns(data: bytes | bytearray | memoryview, max_bytes: int = MAX_BY
     columns: dict[str, Any] = {
         name: _unpack(name, getattr(p, name), shapes.get(name, (p.rows,))) for name in _column_names()
     }
-    shared = _unpack("name_shared", p.name_shared, (p.tensors,))
-    lengths = _unpack("name_length", p.name_length, (p.tensors,))
-    columns["names"] = _front_decode(shared, lengths, bytes(p.names), max_bytes)
+    columns["names"] = _names(p, max_bytes)
     columns["transform_names"] = _decode_chains(p)
     return columns
 
 
 def _column_names() -> tuple[str, ...]:
     return tuple(DTYPES)
+
+
+def _names(p: _Payload, max_bytes: int) -> NameTable:
+    """Return the table of names; the ranks of one instance share one, which is decoded and kept once."""
+    state = hashlib.blake2b(digest_size=32)
+    for part in (p.name_shared, p.name_length, p.names):
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    found = _tables.get(state.digest())
+    if found is None:
+        shared = _unpack("name_shared", p.name_shared, (p.tensors,))
+        lengths = _unpack("name_length", p.name_length, (p.tensors,))
+        found = NameTable(_front_decode(shared, lengths, bytes(p.names), max_bytes))
+        _tables[state.digest()] = found
+    if len(found.names) != p.tensors:
+        raise ManifestError("the table of names lies about its length", expected=p.tensors)
+    return found
 
 
 def _pack(column: NDArray[Any], *, delta: bool = False) -> memoryview:
@@ -262,32 +289,6 @@ def _check_counts(p: _Payload, nbytes: int, max_bytes: int) -> None:
             found=expanded,
             hint="raise SYNCLINE_MAX_FRAME if the layout really is that large",
         )
-
-
-def _front_code(names: Sequence[str]) -> tuple[I64, I64, bytes]:
-    """Return per name (bytes shared with the one before, bytes of the rest) and the rests, joined."""
-    shared, rests = np.zeros(len(names), np.int64), []
-    before = b""
-    for i, text in enumerate(names):
-        name = text.encode()
-        same = _common_prefix(before, name)
-        shared[i] = same
-        rests.append(name[same:])
-        before = name
-    return shared, np.array([len(rest) for rest in rests], np.int64), b"".join(rests)
-
-
-def _common_prefix(a: bytes, b: bytes) -> int:
-    if b.startswith(a):
-        return len(a)
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[:middle] == b[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _front_decode(

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncline.errors import LayoutError, ManifestError, ShapeMismatchError
-from syncline.layout import check, codec
+from syncline.layout import check, codec, hashing, overlap, segments
 from syncline.layout.box import Box
 from syncline.layout.columns import Columns
 from syncline.layout.dtype import BY_CODE, code
+from syncline.layout.names import NameTable, current
 from syncline.layout.segments import Segments, expand
 from syncline.layout.shard import Shard
 from syncline.layout.view import View
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from syncline.layout.columns import I64, U8
+    from syncline.layout.columns import I32, I64, U8
+    from syncline.layout.hashing import U64
+    from syncline.layout.names import NamePool
 
 __all__ = ["Layout", "Manifest", "Segments"]
 
@@ -145,10 +148,14 @@ class Manifest(Columns):
             ManifestError: anything else that is not a whole, canonical, consistent manifest.
         """
         try:
-            manifest = cls(**codec.decode_columns(data, max_bytes))
+            columns = codec.decode_columns(data, max_bytes)
+            table: NameTable = columns.pop("names")
+            manifest = cls(names=table.names, **columns)
+            object.__setattr__(manifest, "_table", table)
             check.structure(manifest)
             check.order(manifest)
             check.contents(manifest)
+            manifest._prepare()
         except ManifestError:
             raise
         except LayoutError as error:
@@ -160,18 +167,51 @@ class Manifest(Columns):
             ) from error
         return manifest
 
+    def _prepare(self) -> None:
+        """Compute, while it is decoded, what every plan asks of this manifest alone."""
+        self._table.numbers(current())
+        _ = (self.fingerprint, self.shapes_key, self.plain, self.tangled, self.box_hashes)
+
     def encode(self) -> bytes:
         """Return the manifest as one self-describing, compressed frame for `decode`."""
-        return codec.frame(self._payload)
+        return codec.frame(codec.encode_columns(self, self._table))
 
     @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes: BLAKE2b of the canonical encoding, before compression."""
-        return hashlib.blake2b(self._payload, digest_size=FINGERPRINT_BYTES).digest()
+        return hashlib.blake2b(
+            codec.encode_columns(self, self._table), digest_size=FINGERPRINT_BYTES
+        ).digest()
+
+    def name_numbers(self, pool: NamePool) -> I32:
+        """Return i32[T]: the number of each name in a pool, computed once."""
+        return self._table.numbers(pool)
 
     @cached_property
-    def _payload(self) -> bytes:
-        return codec.encode_columns(self)
+    def _table(self) -> NameTable:
+        return NameTable(self.names)
+
+    @cached_property
+    def shapes_key(self) -> bytes:
+        """16 bytes over the global shapes, in the order of the names."""
+        state = hashlib.blake2b(self.ndim.tobytes(), digest_size=FINGERPRINT_BYTES)
+        state.update(self.global_shape.tobytes())
+        return state.digest()
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every row is one segment: no row is empty, and no nest has more than one stride."""
+        return segments.plain(self)
+
+    @cached_property
+    def box_hashes(self) -> U64:
+        """u64: a hash of each segment's box, dtype and transform, by which planners find equal ones."""
+        return hashing.box_hashes(self)
+
+    @cached_property
+    def tangled(self) -> I64:
+        """i64: the segments that may share bytes, with others or within themselves; no others do."""
+        return overlap.tangled(self)
 
     def segments(self) -> Segments:
         """Return the shards with every nest expanded to one stride a dimension (computed once)."""

@@ -50,6 +50,31 @@ class Segments:
         return len(self.tensor)
 
 
+def plain(c: Columns) -> bool:
+    """Return whether the segments of checked columns are their rows: none empty, one stride a dimension."""
+    if len(c.axis_dim) != int(c.ndim[c.tensor].sum(dtype=np.int64)):
+        return False
+    return bool((c.box_size > 0).all())
+
+
+def strides(c: Columns, rows: I64 | None = None) -> I64:
+    """Return i64[N, D]: strides of rows (all, if left out) of `plain` columns, as `Segments.stride`."""
+    depth = c.box_size.shape[1]
+    if len(c.axis_dim) == c.rows * depth:
+        table = c.axis_stride.reshape(c.rows, depth)
+        step = table.copy() if rows is None else table.take(rows, axis=0)
+    else:
+        ndim = c.ndim[c.tensor if rows is None else c.tensor[rows]]
+        step = np.zeros((len(ndim), depth), np.int64)
+        start = c.axis_ptr[:-1] if rows is None else c.axis_ptr[rows]
+        for d in range(depth if len(c.axis_stride) else 0):
+            at = np.minimum(start + d, len(c.axis_stride) - 1)
+            step[:, d] = c.axis_stride.take(at) * (ndim > d)
+    size = c.box_size if rows is None else c.box_size.take(rows, axis=0)
+    step *= size != 1
+    return step
+
+
 def expand(c: Columns) -> Segments:
     """Return the segments of checked columns: nests merged where strides allow, unrolled where not."""
     live = ~(c.box_size == 0).any(axis=1)

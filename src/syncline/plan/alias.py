@@ -13,12 +13,14 @@ import numpy as np
 
 from syncline.errors import CoverageError, PlanError
 from syncline.layout.dtype import ITEMSIZE
+from syncline.layout.overlap import nested, spans
 from syncline.plan.columns import Line, changes, expand, group_sets, overlaps, pointers
 from syncline.plan.lower import Stream, lower
 
 if TYPE_CHECKING:
-    from syncline.plan.columns import I64, Bools, Ints
-    from syncline.plan.match import Matched, Table
+    from syncline.plan.columns import I64, Ints
+    from syncline.plan.match import Matched
+    from syncline.plan.tables import Table
 
 #: Most runs that are written out to compare views that fit no common radix.
 MAX_RUNS = 1 << 24
@@ -31,31 +33,39 @@ def check_destinations(matched: Matched, table: Table) -> None:
         CoverageError: a destination of stride 0, or two destinations (or one with itself) that share bytes.
         PlanError: views too irregular and too large to compare.
     """
-    if not len(table):
+    suspects = table.manifest.tangled
+    if not len(suspects):
         return
-    item = ITEMSIZE[table.dtype]
-    step = np.where(table.size > 1, np.abs(table.stride) * item[:, None], 0)
-    frozen = ((table.size > 1) & (table.stride == 0)).any(axis=1)
+    rows = suspects if table.segment is None else np.nonzero(np.isin(table.segment, suspects))[0]
+    if len(rows):
+        _check(matched, table, rows)
+
+
+def _check(matched: Matched, table: Table, rows: I64) -> None:
+    """Check some segments against each other."""
+    storage, base, stride = table.views(rows)
+    size, item = table.size.take(rows, axis=0), ITEMSIZE[table.dtype[rows]]
+    frozen = ((size > 1) & (stride == 0)).any(axis=1)
     if frozen.any():
-        row = int(np.argmax(frozen))
+        at = int(np.argmax(frozen))
         raise CoverageError(
             "a destination whose elements share memory (stride 0)",
-            tensor=matched.names[int(table.tensor[row])],
+            tensor=matched.names[int(table.tensor[rows[at]])],
             rank=table.label,
             expected="an own place for every element",
-            found=f"strides {table.stride[row].tolist()} for sizes {table.size[row].tolist()}",
+            found=f"strides {stride[at].tolist()} for sizes {size[at].tolist()}",
             hint="make the parameter contiguous before it is registered",
         )
-    backwards = np.minimum((table.size - 1) * table.stride, 0).sum(axis=1)
-    low = (table.base + backwards) * item
-    span = ((table.size - 1) * step).sum(axis=1) + item
-    cluster = _clusters(table.storage, low, low + span)
-    tangled = (np.bincount(cluster)[cluster] > 1) | ~_nested(table.size, step, item)
-    rows = np.nonzero(tangled)[0]
-    if len(rows):
-        clash = _clash(cluster[rows], low[rows], table.size[rows], step[rows], item[rows])
+    step = np.where(size > 1, np.abs(stride) * item[:, None], 0)
+    low, high = spans(size, base, stride, item)
+    cluster = _clusters(storage, low, high)
+    kept = np.nonzero((np.bincount(cluster)[cluster] > 1) | ~nested(size, step, item))[0]
+    if len(kept):
+        clash = _clash(cluster[kept], low[kept], size[kept], step[kept], item[kept])
         if clash:
-            raise _shared(matched, table, int(rows[clash[0]]), int(rows[clash[1]]))
+            i, j = (int(kept[k]) for k in clash)
+            names = [matched.names[int(table.tensor[rows[k]])] for k in (i, j)]
+            raise _shared(names, [int(base[i]), int(base[j])], int(storage[i]), table.label)
 
 
 def _clusters(storage: Ints, low: I64, high: I64) -> I64:
@@ -71,18 +81,6 @@ def _clusters(storage: Ints, low: I64, high: I64) -> I64:
     cluster = np.empty(len(order), np.int64)
     cluster[order] = np.cumsum(apart) - 1
     return cluster
-
-
-def _nested(size: I64, step: I64, item: I64) -> Bools:
-    """Return bool[N]: whether each stride steps over all that lies inside it, so no two elements meet."""
-    order = np.argsort(step, axis=1, kind="stable")
-    size, step = np.take_along_axis(size, order, axis=1), np.take_along_axis(step, order, axis=1)
-    inner = item.copy()
-    apart = np.ones(len(size), np.bool_)
-    for d in range(size.shape[1]):
-        apart &= (size[:, d] == 1) | (step[:, d] >= inner)
-        inner += (size[:, d] - 1) * step[:, d]
-    return apart
 
 
 def _clash(cluster: I64, low: I64, size: I64, step: I64, item: I64) -> tuple[int, int] | None:
@@ -160,14 +158,13 @@ def _clash_of_runs(low: I64, size: I64, step: I64, item: I64, cluster: I64) -> t
     return int(owner[before[0]]), int(owner[at])
 
 
-def _shared(matched: Matched, table: Table, i: int, j: int) -> CoverageError:
-    names = [matched.names[int(table.tensor[k])] for k in (i, j)]
-    places = [f"{names[n]} at element {int(table.base[k])}" for n, k in enumerate((i, j))]
+def _shared(names: list[str], bases: list[int], storage: int, label: str) -> CoverageError:
+    places = [f"{name} at element {base}" for name, base in zip(names, bases, strict=True)]
     return CoverageError(
         "a destination byte that would be written twice",
         tensor=names[1],
-        rank=table.label,
+        rank=label,
         expected="an own place for every element, or one source for both names",
-        found=f"{places[0]} and {places[1]} share bytes of storage {int(table.storage[i])}",
+        found=f"{places[0]} and {places[1]} share bytes of storage {storage}",
         hint="tied tensors need an alias: Rules(aliases={name: canonical name})",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +15,40 @@ from syncline.plan.columns import BoxIndex, changes, expand, lex_order, overlaps
 from syncline.plan.grid import Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from syncline.layout import Layout
+    from syncline.plan.classes import Classes
     from syncline.plan.columns import I32, I64, U8, Ints
-    from syncline.plan.match import Matched, Table
+    from syncline.plan.joint import Held, Joint
+    from syncline.plan.match import Matched
+
+_DENSE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All segments of all distinct writer manifests, in one table.
+    """All that writers hold of the classes' first tensors, in one table.
 
     Attributes:
-        manifest: i32[M], whose segment it is. The other columns are those of `Table`.
+        tensor: i32[M], the class; ascending.
+        manifest: i32[M], whose segment it is, ascending within a class.
+        dtype: u8[M]; offset, size: i64[M, D].
+        local: i64[M], number of the row within its tensor: row ``first[t] + local`` of `Held` is like it.
     """
 
-    manifest: I32
     tensor: I32
+    manifest: I32
     dtype: U8
     offset: I64
     size: I64
-    storage: I32
-    base: I64
-    stride: I64
+    local: I64
 
     @classmethod
-    def of(cls, tables: Sequence[Table]) -> Sources:
-        """Join the tables of the writers' manifests."""
-        manifest = np.repeat(np.arange(len(tables), dtype=np.int32), [len(t) for t in tables])
-        names = ("tensor", "dtype", "offset", "size", "storage", "base", "stride")
-        return cls(manifest, *(np.concatenate([getattr(t, name) for t in tables]) for name in names))
+    def of(cls, held: Held, classes: Classes) -> Sources:
+        """Take the rows of the classes' first tensors."""
+        number, local = expand(np.diff(held.first)[classes.first])
+        row = held.first[classes.first[number]] + local
+        boxes = held.offset.take(row, axis=0), held.size.take(row, axis=0)
+        return cls(number.astype(np.int32), held.manifest[row], held.dtype[row], *boxes, local)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +76,22 @@ class Tiles:
     def find(self, tile: Ints, manifest: Ints) -> I64:
         """Return i64: the `Sources` row by which each manifest holds each tile (the first of several)."""
         wanted = tile.astype(np.int64) * self._manifests + manifest
+        if self._dense is not None:
+            return self._dense[wanted]
         return self.holder[np.searchsorted(self._holder_keys, wanted)]
 
     @cached_property
     def _manifests(self) -> int:
         return int(self.holder_manifest.max(initial=0)) + 1
+
+    @cached_property
+    def _dense(self) -> I64 | None:
+        """i64[N * manifests]: the row by which a manifest holds a tile, if that is a small table."""
+        if len(self) * self._manifests > _DENSE:
+            return None
+        found = np.zeros(len(self) * self._manifests, np.int64)
+        found[self._holder_keys[::-1]] = self.holder[::-1]
+        return found
 
     @cached_property
     def _holder_keys(self) -> I64:
@@ -114,7 +129,7 @@ class Tiles:
         )
 
 
-def source_tiles(matched: Matched, sources: Sources, writer: Layout) -> Tiles:
+def source_tiles(matched: Matched, sources: Sources, writer: Layout, classes: Classes) -> Tiles:
     """Return the writers' boxes as disjoint tiles.
 
     Boxes of one tensor must be the same (replicas) or disjoint. Replicas that lie in memory in different ways
@@ -138,17 +153,17 @@ def source_tiles(matched: Matched, sources: Sources, writer: Layout) -> Tiles:
         if len(one):
             raise _overlap(matched, writer, tiles, int(one[0]), int(other[0]))
         return tiles
-    _check_shards(matched, writer)
+    _check_shards(matched, writer, classes)
     return _refine(tiles, sources, one, other, matched.global_shape) if len(one) else tiles
 
 
-def _check_shards(matched: Matched, writer: Layout) -> None:
+def _check_shards(matched: Matched, writer: Layout, classes: Classes) -> None:
     """Check the boxes of whole shards: segments of nested views are smaller."""
     rows: dict[str, list[Any]] = {"tensor": [], "offset": [], "size": []}
     depth = matched.global_shape.shape[1]
     owner = dict(zip(matched.writer_of.tolist(), writer.manifests, strict=True))
-    for m, table in enumerate(matched.writers):
-        shard, at = np.unique(table.shard, return_index=True)
+    for m, table in enumerate(map(classes.reduce, matched.writers)):
+        shard, at = np.unique(table.shards(np.arange(len(table))), return_index=True)
         manifest = owner[m]
         pad = ((0, 0), (0, depth - manifest.box_offset.shape[1]))
         rows["tensor"].append(table.tensor[at])
@@ -232,62 +247,58 @@ def span(box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Which tiles feed which segments of one reader manifest, by segment, then by tile.
+    """Which tiles feed which segments of all reader manifests, by segment, then by tile.
 
     Attributes:
-        segment: i32[P], row of the reader's table.
+        segment: i32[P], row of the readers' joint table.
         tile: i32[P].
-        nbytes: i64[P], bytes they have in common, in the reader's dtype.
+        low, size: i64[P, D], what they have in common.
+        nbytes: i64[P], its bytes in the reader's dtype.
+        ptr: i64[readers + 1], the pairs of each reader manifest.
     """
 
     segment: I32
     tile: I32
+    low: I64
+    size: I64
     nbytes: I64
-
-    def boxes(self, table: Table, tiles: Tiles) -> tuple[I64, I64]:
-        """Return (low, high) i64[P, D]: what each pair has in common."""
-        offset, start = table.offset[self.segment], tiles.offset[self.tile]
-        high = np.minimum(offset + table.size[self.segment], start + tiles.size[self.tile])
-        return np.maximum(offset, start), high
-
-    def take(self, rows: I64) -> Feed:
-        """Return some of the pairs."""
-        return replace(self, segment=self.segment[rows], tile=self.tile[rows], nbytes=self.nbytes[rows])
+    ptr: I64
 
 
-def tile_index(matched: Matched, tiles: Tiles) -> BoxIndex:
-    """Return the tiles ready for `feed`."""
-    return BoxIndex.of(tiles.tensor, tiles.offset, tiles.size, matched.global_shape)
-
-
-def feed(matched: Matched, tiles: Tiles, index: BoxIndex, table: Table) -> Feed:
-    """Find the tiles of every segment of a reader.
+def feed(matched: Matched, tiles: Tiles, readers: Joint) -> Feed:
+    """Find the tiles of every segment of the readers.
 
     Raises:
         CoverageError: an element of a segment that no writer holds.
     """
-    segment, tile = index.join(table.tensor, table.offset, table.size)
-    found = Feed(segment.astype(np.int32), tile.astype(np.int32), np.zeros(0, np.int64))
-    low, high = found.boxes(table, tiles)
-    common = np.prod(high - low, axis=1)
-    short = sum_by(segment, common, len(table)) != np.prod(table.size, axis=1)
+    index = BoxIndex.of(tiles.tensor, tiles.offset, tiles.size, matched.global_shape)
+    segment, tile = index.join(readers.tensor, readers.offset, readers.size)
+    start, corner = readers.offset.take(segment, axis=0), tiles.offset.take(tile, axis=0)
+    low = np.maximum(start, corner)
+    size = np.minimum(start + readers.size.take(segment, axis=0), corner + tiles.size.take(tile, axis=0))
+    size -= low
+    common = np.prod(size, axis=1)
+    short = sum_by(segment, common, len(readers)) != np.prod(readers.size, axis=1)
     if short.any():
-        raise _gap(matched, tiles, table, found, int(np.argmax(short)))
-    return replace(found, nbytes=common * ITEMSIZE[table.dtype[segment]])
+        row = int(np.argmax(short))
+        raise _gap(matched, tiles, readers, tile[segment == row], row)
+    nbytes = common * ITEMSIZE[readers.dtype[segment]]
+    ptr = np.searchsorted(segment, readers.ptr)
+    return Feed(segment.astype(np.int32), tile.astype(np.int32), low, size, nbytes, ptr)
 
 
-def _gap(matched: Matched, tiles: Tiles, table: Table, found: Feed, row: int) -> CoverageError:
-    tensor = int(table.tensor[row])
-    wanted = _box(matched, tensor, table.offset[row], table.size[row])
+def _gap(matched: Matched, tiles: Tiles, readers: Joint, fed: I64, row: int) -> CoverageError:
+    tensor = int(readers.tensor[row])
+    wanted = _box(matched, tensor, readers.offset[row], readers.size[row])
     rest = [wanted]
-    for t in found.tile[found.segment == row].tolist():
+    for t in fed.tolist():
         held = _box(matched, tensor, tiles.offset[t], tiles.size[t])
         rest = [part for box in rest for part in box.subtract(held)]
     first = min(rest, key=lambda box: box.offset)
     return CoverageError(
         f"elements that no writer holds: {sum(box.numel for box in rest)} of {wanted.numel}",
         tensor=matched.names[tensor],
-        rank=table.label,
+        rank=matched.readers[int(readers.owner[row])].label,
         expected=f"a source for every element of {span(wanted)}",
         found=f"none for {span(first)}",
     )

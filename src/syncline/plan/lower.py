@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from syncline.errors import PlanError
-from syncline.plan.columns import changes, expand, row_major
+from syncline.layout.hashing import kinds
+from syncline.plan.columns import changes, expand, pointers, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncline.plan.columns import I32, I64, Bools, Ints
+
+
+_MANY = 4096  # hops from which on kinds of hops are looked for
 
 
 class Stream(NamedTuple):
@@ -105,12 +109,44 @@ def lower(
         PlanError: no stream, or columns of different lengths.
     """
     units = _units(extents, streams, itemsize)
-    live = (extents > 0).all(axis=1)
-    hop = np.nonzero(live)[0]
-    parts = [Stream(s.base[live], s.stride[live], u[live]) for s, u in zip(streams, units, strict=True)]
-    nest = _merge_dims(extents[live], parts)
-    runs = _descriptors(hop, nest, parts)
+    hop = np.arange(len(extents))
+    parts = [Stream(s.base, s.stride, u) for s, u in zip(streams, units, strict=True)]
+    if not (extents > 0).all():
+        hop = np.nonzero((extents > 0).all(axis=1))[0]
+        extents = extents.take(hop, axis=0)
+        parts = [
+            Stream(s.base[hop], s.stride.take(hop, axis=0), u[hop]) for s, u in zip(parts, units, strict=True)
+        ]
+    runs = _alike(hop, extents, parts)
     return runs if merge is None else _merge_hops(runs, merge, [u[runs.hop] for u in units])
+
+
+def _alike(hop: I64, extents: I64, streams: list[Stream]) -> Runs:
+    """Lower many hops by lowering one of each kind: of equal extents, strides and units."""
+    if len(hop) < _MANY:
+        return _descriptors(hop, _merge_dims(extents, streams), streams)
+    units = [np.asarray(s.unit)[:, None] for s in streams]
+    tables = [extents, *(s.stride for s in streams), *units]
+    order, first = kinds(tables)
+    number = np.empty(len(order), np.int64)
+    number[order] = np.cumsum(first) - 1
+    sample = order[first]
+    same = all(bool((t.take(sample, axis=0).take(number, axis=0) == t).all()) for t in tables)
+    if not same or 4 * len(sample) > len(hop):
+        return _descriptors(hop, _merge_dims(extents, streams), streams)
+    few = [
+        Stream(np.zeros(len(sample), np.int64), s.stride[sample], np.asarray(s.unit)[sample]) for s in streams
+    ]
+    runs = _descriptors(np.arange(len(sample)), _merge_dims(extents[sample], few), few)
+    ptr = pointers(np.bincount(runs.hop, minlength=len(sample)))
+    if len(runs) == len(sample):
+        at, of = slice(None), number
+    else:
+        at, place = expand(np.diff(ptr)[number])
+        of = ptr[number[at]] + place
+    base = tuple(s.base[at] + b.take(of) for s, b in zip(streams, runs.base, strict=True))
+    stride = tuple(s.take(of) for s in runs.stride)
+    return Runs(base, stride, runs.rows.take(of), runs.row_elems.take(of), hop[at].astype(np.int32))
 
 
 def _units(extents: I64, streams: Sequence[Stream], itemsize: I64 | int) -> list[I64]:

@@ -1,59 +1,30 @@
-"""Matching: whose tensor is whose. Names, aliases, shapes, dtypes and casts of both sides against the rules.
+"""Matching: names, shapes, dtypes and casts of both sides against the rules, class by class.
 
-This is the one place where aliases are applied. What comes out speaks of tensors by number, 0..T-1 in the
-order of their canonical names, and of ranks by the number of their (distinct) manifest.
+What comes out speaks of tensors by number, 0..T-1 in the order of their canonical names, and of ranks by the
+number of their (distinct) manifest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncline.errors import LayoutError, NameMismatchError, PlanError, ShapeMismatchError, UndeclaredCastError
+from syncline.errors import LayoutError, PlanError, ShapeMismatchError, UndeclaredCastError
 from syncline.layout.dtype import name_of
 from syncline.layout.transform import cast_name, transform
-from syncline.plan.columns import changes, distinct, lex_order
+from syncline.plan.classes import Classes, classify
+from syncline.plan.joint import Held
+from syncline.plan.names import Names
+from syncline.plan.tables import Table, padded, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from syncline.layout import Layout, Manifest, Rules
     from syncline.plan.columns import I32, I64, U8
-
-_SAMPLES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The segments of one manifest in the plan's numbering, by tensor; unmatched tensors are left out.
-
-    Attributes:
-        tensor: i32[M], number in the plan.
-        dtype: u8[M], code of the stored dtype.
-        offset, size: i64[M, D], the segment's box.
-        storage: i32[M].
-        base: i64[M], storage element of the corner.
-        stride: i64[M, D], in elements.
-        shard: i32[M], row of the manifest.
-        whole: whether every segment is a whole shard.
-        label: who holds it, for messages.
-    """
-
-    tensor: I32
-    dtype: U8
-    offset: I64
-    size: I64
-    storage: I32
-    base: I64
-    stride: I64
-    shard: I32
-    whole: bool
-    label: str
-
-    def __len__(self) -> int:
-        return len(self.tensor)
+    from syncline.plan.cover import Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +38,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Both sides in one numbering.
+    """Both sides in one numbering: that of all tensors, or (``reduced``) that of their classes.
 
     Attributes:
-        names: canonical names of the synced tensors, sorted.
+        names: canonical names of the synced tensors, sorted; of classes: of their first tensors.
         global_shape: i64[T, D], padded with 1.
         ndim: u8[T].
         writer_of: i32[writer ranks], index into ``writers``.
-        writers: a table a distinct writer manifest.
+        writers: a table a distinct writer manifest; always of all tensors.
         reader_of: instance name (sorted) -> i32[ranks], index into ``readers``.
         readers: a table a distinct reader manifest.
-        casts: (name, source dtype, destination dtype), sorted: every cast the plan makes.
     """
 
     names: tuple[str, ...]
@@ -87,7 +57,6 @@ class Matched:
     writers: tuple[Table, ...]
     reader_of: Mapping[str, I32]
     readers: tuple[Table, ...]
-    casts: tuple[tuple[str, str, str], ...]
 
 
 def match(writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> Matched:
@@ -97,57 +66,74 @@ def match(writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> Matche
         PlanError: a side without ranks.
         NameMismatchError: names on one side only that no rule declares.
         ShapeMismatchError: one name, two global shapes.
-        UndeclaredCastError: a cast that is neither exact nor declared.
-        LayoutError: writers that store one tensor in two dtypes; an unknown or unsupported transform.
     """
     sources = _side({"": writer}, "writer")
     targets = _side({name: readers[name] for name in sorted(readers)}, "instance")
-    names = _Names(rules)
-    synced = _match_names(sources, targets, names, rules)
-    index = {name: i for i, name in enumerate(synced)}
-    for manifest in (*sources.manifests, *targets.manifests):
-        names.number(manifest.names, index)
-    shape, ndim = _global_shapes(sources, targets, names, synced)
-    source_dtype = _source_dtypes(sources, names, synced)
-    casts = _check_casts(targets, names, synced, source_dtype, rules)
+    names = Names(rules, [*sources.manifests, *targets.manifests])
+    held = {
+        name: [targets.manifests[m] for m in np.unique(ranks).tolist()]
+        for name, ranks in targets.of_rank.items()
+    }
+    names.match(sources.manifests, held)
+    shape, ndim = _global_shapes(sources, targets, names)
     depth = shape.shape[1]
     return Matched(
-        names=synced,
+        names=names.synced,
         global_shape=shape,
         ndim=ndim,
         writer_of=sources.of_rank[""],
-        writers=tuple(_tables(sources, names, depth)),
+        writers=_tables(sources, names, depth),
         reader_of=targets.of_rank,
-        readers=tuple(_tables(targets, names, depth)),
-        casts=casts,
+        readers=_tables(targets, names, depth),
     )
 
 
-class _Names:
-    """Canonical names of manifests' name tables. Many manifests share one table: each is looked at once."""
+def reduced(matched: Matched) -> tuple[Held, Classes, Matched]:
+    """Return all that writers hold, the classes of tensors, and both sides in the numbering of classes."""
+    held = Held.of(matched.writers, len(matched.names))
+    classes = classify(held, matched.readers, matched.global_shape, matched.ndim)
+    small = Matched(
+        names=tuple(matched.names[t] for t in classes.first.tolist()),
+        global_shape=matched.global_shape[classes.first],
+        ndim=matched.ndim[classes.first],
+        writer_of=matched.writer_of,
+        writers=matched.writers,
+        reader_of=matched.reader_of,
+        readers=tuple(classes.reduce(t) for t in matched.readers),
+    )
+    return held, classes, small
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._canonical: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._numbers: dict[tuple[str, ...], I32] = {}
 
-    def canonical(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        found = self._canonical.get(names)
-        if found is None:
-            rename = self._rules.canonical
-            found = self._canonical[names] = tuple(map(rename, names)) if self._rules.aliases else names
-        return found
+def casts(
+    matched: Matched, classes: Classes, small: Matched, sources: Sources, rules: Rules
+) -> tuple[tuple[str, str, str], ...]:
+    """Check dtypes and transforms; return (name, source dtype, destination dtype) of every cast, sorted.
 
-    def number(self, names: tuple[str, ...], index: Mapping[str, int]) -> I32:
-        """Return i32: each name's tensor number, -1 for names that are not synced."""
-        found = self._numbers.get(names)
-        if found is None:
-            numbers = (index.get(name, -1) for name in self.canonical(names))
-            found = self._numbers[names] = np.fromiter(numbers, np.int32, len(names))
-        return found
+    Args:
+        matched: all tensors.
+        classes: of them.
+        small: both sides in the numbering of classes.
+        sources: what writers hold of the classes' first tensors.
+        rules: what may be cast.
 
-    def of(self, manifest: Manifest) -> I32:
-        return self._numbers[manifest.names]
+    Raises:
+        UndeclaredCastError: a cast that is neither exact nor declared.
+        LayoutError: writers that store one tensor in two dtypes; an unknown or unsupported transform.
+    """
+    source = _source_dtypes(small, sources)
+    found: set[tuple[str, str, str]] = set()
+    known = np.zeros((len(source), 256), np.bool_)  # (class, reader's dtype): allowed for every tensor of it
+    for full, few in zip(matched.readers, small.readers, strict=True):
+        have = source[few.tensor]
+        plain = _plain_chains(few)
+        open_ = (have != 0) & (((have != few.dtype) & ~known[few.tensor, few.dtype]) | ~plain)
+        if open_.any():
+            of_class = np.zeros(len(source), np.bool_)
+            of_class[few.tensor[open_]] = True
+            found |= _check_casts(matched.names, classes, full, of_class, source, rules)
+            if not rules.aliases:  # else another manifest may have another name, and rules go by name
+                known[few.tensor[open_ & plain], few.dtype[open_ & plain]] = True
+    return tuple(sorted(found))
 
 
 def _side(layouts: Mapping[str, Layout], kind: str) -> Side:
@@ -170,112 +156,88 @@ def _side(layouts: Mapping[str, Layout], kind: str) -> Side:
     return Side(tuple(manifests), tuple(labels), of_rank)
 
 
-def _match_names(sources: Side, targets: Side, names: _Names, rules: Rules) -> tuple[str, ...]:
-    sent = _union(sources.manifests, names)
-    wanted: set[str] = set()
-    checked: set[frozenset[tuple[str, ...]]] = set()
-    for instance, ranks in targets.of_rank.items():
-        held = [targets.manifests[m] for m in sorted(set(ranks.tolist()))]
-        tables = frozenset(m.names for m in held)
-        if tables in checked:
-            continue
-        checked.add(tables)
-        own = _union(held, names)
-        missing = [name for name in own - sent if not rules.is_frozen(name)]
-        unwanted = [name for name in sent - own if not rules.is_extra(name)]
-        if missing or unwanted:
-            raise _name_error(instance, sent, own, missing, unwanted)
-        wanted |= own
-    return tuple(sorted(sent & wanted))
-
-
-def _union(manifests: Iterable[Manifest], names: _Names) -> set[str]:
-    tables = {manifest.names for manifest in manifests}
-    return set().union(*(names.canonical(table) for table in tables))
-
-
-def _name_error(
-    instance: str, sent: set[str], own: set[str], missing: list[str], unwanted: list[str]
-) -> NameMismatchError:
-    found = []
-    if unwanted:
-        found.append(f"{len(unwanted)} sent names that no rank wants, {_samples(unwanted)}")
-    if missing:
-        found.append(f"{len(missing)} reader names that nobody sends, {_samples(missing)}")
-    counts = f"received {len(sent)}, applied {len(sent & own)}, missing {len(missing)}"
-    return NameMismatchError(
-        f"names on one side only: {counts}",
-        tensor=min(missing or unwanted),
-        rank=f"instance {instance}",
-        expected="the same names on both sides",
-        found="; ".join(found),
-        hint="declare what is meant: Rules(extras=[...]) for sent names that nobody wants, frozen=[...] for "
-        "reader names that nobody sends, aliases={name: canonical name} for tied tensors",
-    )
-
-
-def _samples(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SAMPLES])
-    return f"e.g. {shown}" + (", ..." if len(names) > _SAMPLES else "")
-
-
-def _global_shapes(sources: Side, targets: Side, names: _Names, synced: tuple[str, ...]) -> tuple[I64, U8]:
-    sides = [(side, m) for side in (sources, targets) for m in range(len(side.manifests))]
-    depth = max((side.manifests[m].global_shape.shape[1] for side, m in sides), default=1)
-    shape = np.ones((len(synced), depth), np.int64)
-    ndim = np.zeros(len(synced), np.uint8)
-    owner = np.full(len(synced), -1, np.int64)
-    for at, (side, m) in enumerate(sides):
-        manifest = side.manifests[m]
-        tensor = names.of(manifest)
-        rows = np.nonzero(tensor >= 0)[0]
-        mine = _padded(manifest.global_shape[rows], depth, 1)
-        tensor = tensor[rows]
-        fresh = owner[tensor] < 0
-        shape[tensor[fresh]], ndim[tensor[fresh]] = mine[fresh], manifest.ndim[rows[fresh]]
-        owner[tensor[fresh]] = at
-        differs = (shape[tensor] != mine).any(axis=1) | (ndim[tensor] != manifest.ndim[rows])
-        if differs.any():
-            row = int(np.argmax(differs))
-            t, n = int(tensor[row]), int(manifest.ndim[rows[row]])
-            first_side, first = sides[int(owner[t])]
-            raise ShapeMismatchError(
-                "one name, two global shapes",
-                tensor=synced[t],
-                rank=side.labels[m],
-                expected=f"{tuple(shape[t, : int(ndim[t])].tolist())}, as {first_side.labels[first]} says",
-                found=tuple(mine[row, :n].tolist()),
-            )
+def _global_shapes(sources: Side, targets: Side, names: Names) -> tuple[I64, U8]:
+    """Return (shape i64[T, D], ndim u8[T]), told alike by everybody."""
+    told: list[tuple[str, Manifest, I32]] = []
+    seen: set[tuple[int, bytes]] = set()
+    for side in (sources, targets):
+        for label, manifest in zip(side.labels, side.manifests, strict=True):
+            numbered = names.of(manifest)
+            if (key := (id(numbered), manifest.shapes_key)) not in seen:
+                seen.add(key)
+                told.append((label, manifest, numbered.number))
+    depth = max((manifest.global_shape.shape[1] for _, manifest, _ in told), default=1)
+    whole = [m for _, m, number in told if len(number) == len(names.synced) and names.of(m).same]
+    if whole:
+        shape, ndim = padded(whole[0].global_shape, depth, 1), whole[0].ndim
+        if _agree(told, shape, ndim):
+            return shape, ndim
+    tensor = np.concatenate([number for *_, number in told])
+    mine = np.concatenate([padded(manifest.global_shape, depth, 1) for _, manifest, _ in told])
+    ranks = np.concatenate([manifest.ndim for _, manifest, _ in told])
+    if not (tensor >= 0).all():
+        tensor, mine, ranks = tensor[tensor >= 0], mine[tensor >= 0], ranks[tensor >= 0]
+    shape = np.ones((len(names.synced), depth), np.int64)
+    ndim = np.zeros(len(names.synced), np.uint8)
+    shape[tensor[::-1]], ndim[tensor[::-1]] = mine[::-1], ranks[::-1]  # the first one to tell is written last
+    differs = ndim[tensor] != ranks
+    for d in range(depth):
+        differs |= shape[:, d].take(tensor) != mine[:, d]
+    if differs.any():
+        row = int(np.argmax(differs))
+        t, n = int(tensor[row]), int(ranks[row])
+        said = [label for label, _, number in told if t in number]
+        owner = np.repeat(np.arange(len(told)), [np.count_nonzero(number >= 0) for *_, number in told])
+        raise ShapeMismatchError(
+            "one name, two global shapes",
+            tensor=names.synced[t],
+            rank=told[int(owner[row])][0],
+            expected=f"{tuple(shape[t, : int(ndim[t])].tolist())}, as {said[0]} says",
+            found=tuple(mine[row, :n].tolist()),
+        )
     return shape, ndim
 
 
-def _padded(rows: I64, depth: int, fill: int) -> I64:
-    return np.pad(rows, ((0, 0), (0, depth - rows.shape[1])), constant_values=fill)
+def _agree(told: Sequence[tuple[str, Manifest, I32]], shape: I64, ndim: U8) -> bool:
+    """Return whether everybody tells these shapes of all tensors."""
+    others = [(m, number) for _, m, number in told if m.global_shape is not shape]
+    if not others:
+        return True
+    tensor = np.concatenate([number for _, number in others])
+    kept = tensor >= 0
+    same = ~kept | (ndim[tensor] == np.concatenate([m.ndim for m, _ in others]))
+    for d in range(shape.shape[1]):
+        mine = [m.global_shape[:, d] for m, _ in others if m.global_shape.shape[1] > d]
+        if len(mine) < len(others):
+            return False
+        same &= ~kept | (shape[:, d].take(tensor) == np.concatenate(mine))
+    return bool(same.all())
 
 
-def _source_dtypes(sources: Side, names: _Names, synced: tuple[str, ...]) -> U8:
-    """Return u8[T]: the dtype in which the writers store each tensor, 0 where nobody holds an element."""
-    found = np.zeros(len(synced), np.uint8)
-    owner = np.zeros(len(synced), np.int64)
-    for m, manifest in enumerate(sources.manifests):
-        _refuse_transforms(manifest, sources.labels[m])
-        segments = manifest.segments()
-        tensor = names.of(manifest)[segments.tensor]
-        rows = np.nonzero(tensor >= 0)[0]
-        tensor, dtype = tensor[rows], segments.dtype[rows]
-        fresh = found[tensor] == 0
-        found[tensor[fresh]], owner[tensor[fresh]] = dtype[fresh], m
-        differs = found[tensor] != dtype
-        if differs.any():
-            row = int(np.argmax(differs))
-            t = int(tensor[row])
-            raise LayoutError(
-                "writers store one tensor in two dtypes",
-                tensor=synced[t],
-                rank=sources.labels[m],
-                expected=f"{name_of(int(found[t]))}, as {sources.labels[int(owner[t])]}",
-                found=name_of(int(dtype[row])),
-            )
+def _tables(side: Side, names: Names, depth: int) -> tuple[Table, ...]:
+    pairs = zip(side.manifests, side.labels, strict=True)
+    return tuple(table(manifest, names.of(manifest), label, depth) for manifest, label in pairs)
+
+
+def _source_dtypes(small: Matched, sources: Sources) -> U8:
+    """Return u8[C]: the dtype in which the writers store each class, 0 where nobody holds an element."""
+    for held in small.writers:
+        _refuse_transforms(held.manifest, held.label)
+    found = np.zeros(len(small.names), np.uint8)
+    order = np.argsort(-sources.manifest, kind="stable")
+    found[sources.tensor[order]] = sources.dtype[order]  # the first manifest is written last
+    differs = found[sources.tensor] != sources.dtype
+    if differs.any():
+        row = int(np.argmax(np.where(differs, -sources.manifest, -len(small.writers))))
+        t = int(sources.tensor[row])
+        first = int(sources.manifest[sources.tensor == t].min())
+        raise LayoutError(
+            "writers store one tensor in two dtypes",
+            tensor=small.names[t],
+            rank=small.writers[int(sources.manifest[row])].label,
+            expected=f"{name_of(int(found[t]))}, as {small.writers[first].label}",
+            found=name_of(int(sources.dtype[row])),
+        )
     return found
 
 
@@ -295,37 +257,46 @@ def _refuse_transforms(manifest: Manifest, label: str) -> None:
         )
 
 
+def _plain_chains(held: Table) -> np.ndarray:
+    """Return bool[M]: whether each segment is stored without a transform."""
+    plain = np.array([not chain for chain in held.manifest.transform_names], np.bool_)
+    if plain.all():
+        return np.ones(len(held), np.bool_)
+    return plain[held.manifest.transforms[held.shards(np.arange(len(held)))]]
+
+
 def _check_casts(
-    targets: Side, names: _Names, synced: tuple[str, ...], source: U8, rules: Rules
-) -> tuple[tuple[str, str, str], ...]:
-    casts: set[tuple[str, str, str]] = set()
-    known = np.zeros((len(synced), 256), np.bool_)  # (tensor, reader's dtype) allowed by the canonical name
-    for m, manifest in enumerate(targets.manifests):
-        segments = manifest.segments()
-        tensor = names.of(manifest)[segments.tensor]
-        chain = manifest.transforms[segments.shard]
-        plain = np.array([not c for c in manifest.transform_names], np.bool_)[chain]
-        have = np.where(tensor >= 0, source[tensor], 0)
-        open_ = (have != 0) & (((have != segments.dtype) & ~known[tensor, segments.dtype]) | ~plain)
-        for row in np.nonzero(open_)[0].tolist():
-            t, code = int(tensor[row]), int(segments.dtype[row])
-            if known[t, code] and plain[row]:
-                continue
-            own = manifest.names[int(segments.tensor[row])]
-            src, dst = name_of(int(have[row])), name_of(code)
-            if not _allowed(rules, (own, synced[t]), src, dst, manifest.transform_names[int(chain[row])]):
-                raise UndeclaredCastError(
-                    "a cast that nobody declared",
-                    tensor=own,
-                    rank=targets.labels[m],
-                    expected=f"{src}, as the writers store it, or a dtype that widens it exactly",
-                    found=dst,
-                    hint=f'declare it: Rules(casts={{"{own}": "{dst}"}}), or casts="reader" for all',
-                )
-            known[t, code] = rules.cast_allowed(synced[t], src, dst)
-            if src != dst:
-                casts.add((synced[t], src, dst))
-    return tuple(sorted(casts))
+    names: Sequence[str],
+    classes: Classes,
+    held: Table,
+    of_class: np.ndarray,
+    source: U8,
+    rules: Rules,
+) -> set[tuple[str, str, str]]:
+    """Check a reader's segments of some classes, one by one: rules go by name."""
+    found: set[tuple[str, str, str]] = set()
+    manifest, done = held.manifest, set()
+    rows = np.nonzero(of_class[classes.of[held.tensor]])[0]
+    for row, shard in zip(rows.tolist(), held.shards(rows).tolist(), strict=True):
+        t, code = int(held.tensor[row]), int(held.dtype[row])
+        own = manifest.names[int(manifest.tensor[shard])]
+        chain = manifest.transform_names[int(manifest.transforms[shard])]
+        if (t, code, own, chain) in done:
+            continue
+        done.add((t, code, own, chain))
+        src, dst = name_of(int(source[classes.of[t]])), name_of(code)
+        if not _allowed(rules, (own, names[t]), src, dst, chain):
+            raise UndeclaredCastError(
+                "a cast that nobody declared",
+                tensor=own,
+                rank=held.label,
+                expected=f"{src}, as the writers store it, or a dtype that widens it exactly",
+                found=dst,
+                hint=f'declare it: Rules(casts={{"{own}": "{dst}"}}), or casts="reader" for all',
+            )
+        if src != dst:
+            found.add((names[t], src, dst))
+    return found
 
 
 def _allowed(rules: Rules, names: tuple[str, str], src: str, dst: str, chain: tuple[str, ...]) -> bool:
@@ -347,32 +318,3 @@ def _allowed(rules: Rules, names: tuple[str, str], src: str, dst: str, chain: tu
             found=" then ".join(chain),
         )
     return True
-
-
-def _tables(side: Side, names: _Names, depth: int) -> Iterable[Table]:
-    for manifest, label in zip(side.manifests, side.labels, strict=True):
-        yield _table(manifest, names.of(manifest), label, depth)
-
-
-def _table(manifest: Manifest, number: I32, label: str, depth: int) -> Table:
-    s = manifest.segments()
-    tensor = number[s.tensor]
-    whole = not bool((s.shard[1:] == s.shard[:-1]).any())
-    if (tensor < 0).any() or (tensor[1:] < tensor[:-1]).any():
-        kept = np.nonzero(tensor >= 0)[0]
-        kept = kept[np.argsort(tensor[kept], kind="stable")]
-    else:
-        kept = np.arange(len(tensor))
-    wide = (_padded(s.offset, depth, 0), _padded(s.size, depth, 1), _padded(s.stride, depth, 0))
-    columns: list[Any] = [tensor, s.dtype, wide[0], wide[1], s.storage, s.base, wide[2], s.shard]
-    if number.size and len(distinct(number[number >= 0])) < np.count_nonzero(number >= 0):
-        kept = _once(kept, columns)  # aliases: one view under two names is one view
-    return Table(*(c[kept] for c in columns), whole=whole, label=label)
-
-
-def _once(rows: I64, columns: list[Any]) -> I64:
-    """Return the rows without exact repetitions: the same box of a tensor in the same memory."""
-    keys = [c[rows] for c in columns[:-1]]
-    order = lex_order(*keys)
-    first = changes(*(k[order] for k in keys))
-    return rows[np.sort(order[first])]

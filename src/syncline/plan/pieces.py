@@ -6,7 +6,7 @@ nothing else. Digests are additive, so a box made of several pieces has the sum 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,13 +16,9 @@ from syncline.plan.columns import distinct, expand, pointers
 from syncline.plan.grid import Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+    from syncline.plan.classes import Classes
     from syncline.plan.columns import I32, I64, U8, Bools, Ints
     from syncline.plan.cover import Tiles
-
-    # Yields (tile [N], wire dtype u8[N], low i64[N, D], high i64[N, D]), a chunk a reader manifest.
-    Wanted = Callable[[], Iterator[tuple[Ints, U8, I64, I64]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +60,20 @@ class PieceGrid:
     cell: I64 | None
 
     @classmethod
-    def of(cls, tiles: Tiles, chunks: Wanted) -> PieceGrid:
-        """Cut the wanted tiles by the wanted boxes."""
-        keys = [distinct(_key(tile, dtype)) for tile, dtype, _, _ in chunks()]
-        key = distinct(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
-        group_tile = key >> 8
-        extents = tiles.size[group_tile]
-        everything = (np.arange(len(key)), np.zeros_like(extents), extents)
-        grid = Grid.of(extents, _cuts(tiles, key, everything, chunks))
+    def of(cls, tiles: Tiles, tile: Ints, dtype: U8, low: I64, high: I64) -> PieceGrid:
+        """Cut the wanted tiles by the wanted boxes: tile [N], wire dtype u8[N], low and high i64[N, D]."""
+        wanted_key = _key(tile, dtype)
+        key = distinct(wanted_key)
+        extents = tiles.size[key >> 8]
+        corner = tiles.offset.take(tile, axis=0)
+        part = np.nonzero(((high - low) < tiles.size.take(tile, axis=0)).any(axis=1))[0]
+        group = np.searchsorted(key, wanted_key)
+        whole = (np.arange(len(key)), np.zeros_like(extents), extents)
+        smaller = (group[part], low[part] - corner[part], high[part] - corner[part])
+        grid = Grid.of(extents, [whole, smaller])
         made = cls(tiles, key, grid, None, None)
         wanted = np.zeros(grid.total, np.bool_)
-        for tile, dtype, low, high in chunks():
-            wanted[made._cells(tile, dtype, low, high)[1]] = True
+        wanted[grid.cells(group, low - corner, high - corner)[1]] = True
         if wanted.all():
             return made
         return cls(tiles, key, grid, wanted, np.nonzero(wanted)[0])
@@ -100,9 +98,13 @@ class PieceGrid:
             row, cell = row[kept], cell[kept]
         return row, self._number(cell)
 
-    def rows(self, piece: Ints | None = None) -> Pieces:
-        """Return pieces by number, all of them if left out."""
-        number = np.arange(len(self)) if piece is None else piece.astype(np.int64, copy=False)
+    def counted(self, cell: I64) -> I64:
+        """Return i64: how many pieces lie before each cell."""
+        return cell if self.cell is None else np.searchsorted(self.cell, cell)
+
+    def rows(self, piece: Ints) -> Pieces:
+        """Return pieces by number."""
+        number = piece.astype(np.int64, copy=False)
         group, low, high = self.grid.boxes(number if self.cell is None else self.cell[number])
         tile, dtype = self.key[group] >> 8, (self.key[group] & 255).astype(np.uint8)
         size = high - low
@@ -119,17 +121,44 @@ class PieceGrid:
         return self.grid.cells(group, low - corner, high - corner)
 
 
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The pieces of all tensors by number: those of a tensor are those of its class, from its own number on.
+
+    Attributes:
+        grid: the pieces of the classes' first tensors, numbered by class.
+        classes: of the tensors.
+        start: i64[C + 1], the first piece of each class in ``grid``.
+        base: i64[T + 1], the number of each tensor's first piece.
+    """
+
+    grid: PieceGrid
+    classes: Classes
+    start: I64
+    base: I64
+
+    @classmethod
+    def of(cls, grid: PieceGrid, classes: Classes) -> Numbering:
+        """Return the numbers of the pieces of all tensors, by tensor."""
+        tile = grid.tiles.tensor[grid.key >> 8]
+        edges = np.searchsorted(tile, np.arange(len(classes.first) + 1))
+        start = grid.counted(grid.grid.cell_ptr[edges])
+        return cls(grid, classes, start, pointers(np.diff(start)[classes.of]))
+
+    def __len__(self) -> int:
+        return int(self.base[-1])
+
+    def numbers(self, tensor: Ints, piece: Ints) -> I32:
+        """Return i32: the number of a class's piece in the tensor ``tensor`` of it."""
+        return (piece + (self.base[tensor] - self.start[self.classes.of[tensor]])).astype(np.int32)
+
+    def rows(self, piece: I64) -> Pieces:
+        """Return pieces by number."""
+        tensor = np.searchsorted(self.base, piece, side="right") - 1
+        of_class = piece - self.base[tensor] + self.start[self.classes.of[tensor]]
+        found = self.grid.rows(of_class)
+        return replace(found, tensor=tensor.astype(np.int32))
+
+
 def _key(tile: Ints, dtype: U8) -> I64:
     return (tile.astype(np.int64) << 8) + dtype
-
-
-def _cuts(
-    tiles: Tiles, key: I64, everything: tuple[I64, I64, I64], chunks: Wanted
-) -> Iterator[tuple[I64, I64, I64]]:
-    """Yield boxes whose boundaries are the cuts: the tiles, and wanted boxes smaller than their tile."""
-    yield everything
-    for tile, dtype, low, high in chunks():
-        corner = tiles.offset[tile]
-        part = ((high - low) < tiles.size[tile]).any(axis=1)
-        group = np.searchsorted(key, _key(tile[part], dtype[part]))
-        yield group, low[part] - corner[part], high[part] - corner[part]

@@ -66,6 +66,9 @@ class ShmLink:
         hello: what this process says first.
         loop: the thread that reads the connection.
         deadline: for connection and greeting.
+
+    Attributes:
+        opened: number of times that a region was mapped: what is bound to this link is stale once it grew.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class ShmLink:
         self._denied: dict[Key, SynclineError] = {}
         self._wanted: dict[Key, int] = {}  # what was asked for, and its size
         self._welcome = self._closed = False
+        self.opened = 0
         self._lost: BaseException | None = None
         self._refused: SynclineError | None = None
         self._inbox = frames.Inbox()
@@ -258,6 +262,7 @@ class ShmLink:
         finally:
             os.close(descriptor)
         self._held[key] = _Held(region)
+        self.opened += 1
 
     def _open(self, descriptor: int, described: Region) -> OpenRegion:
         """Map what the writer handed over; called by the thread that reads the connection."""
@@ -286,8 +291,8 @@ class ShmLink:
         try:
             frames.send(self._sock, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The other end hung up. What it said last (a refusal, with its reason) may still wait to be read:
-            # the thread that reads takes that first, and ends the link when it comes to the end of the stream.
+            # The other end hung up. What it said last (a refusal, with its reason) may still wait to be
+            # read: the thread that reads takes that first, and ends the link at the end of the stream.
             return
         except OSError as error:
             self._fail(error)
