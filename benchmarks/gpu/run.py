@@ -1,4 +1,4 @@
-"""The GPU data plane against one large copy: ``python -m benchmarks.gpu.run [--quick] [--out DIRECTORY]``.
+"""The GPU data plane against one large copy: ``python -m benchmarks.gpu.run [--part P] [--quick] [--out D]``.
 
 First every kernel and transport is compared with the CPU reference, then timed. Times are wall-clock
 medians from idle GPUs to idle GPUs. A ratio is the time that one large copy of as many bytes takes in the
@@ -20,16 +20,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import clock, exact, fragments, polite
+from benchmarks.gpu import awex, clock, exact, fragments, messages, polite
 from benchmarks.gpu.resharding import Update
 
 SIZES = {"4k": 4 << 10, "16k": 16 << 10, "64k": 64 << 10, "1m": 1 << 20}
+
+
+PARTS = ("check", "fragments", "updates", "polite", "nccl", "awex")
 
 
 class Report:
     """Figures by name, and the lines of the table."""
 
     def __init__(self) -> None:
+        self.part = "all"
         self.figures: dict[str, Any] = {}
         self.lines: list[tuple[str, str, str, str, str]] = []
         self.began = time.monotonic()
@@ -203,6 +207,47 @@ def resharding(report: Report, limits: Limits, last: int, *, quick: bool, neighb
     made.close()
 
 
+def nccl(report: Report, last: int, *, quick: bool) -> None:
+    """Our messages beside one large one, and a message a tensor."""
+    wrong = messages.exact(2 if quick else 6, 0, last)
+    good = sum(not one for one in wrong)
+    report.note(nccl_bit_exact=good, nccl_cases=len(wrong), nccl_wrong=sorted({one for one in wrong if one}))
+    with tempfile.TemporaryDirectory() as directory:
+        one, each = fragments.nccl(1024, 3 << 20, f"{directory}/out", 29533)
+        _, tiny = fragments.nccl(4096, 64 << 10, f"{directory}/out", 29534)
+    report.note(nccl_single_gbs=one, nccl_3m_messages_gbs=each, nccl_64k_messages_gbs=tiny)
+    made = messages.Messages(0, last)
+    made.made(("qwen", 4 if quick else 16, 2, "bfloat16", "bfloat16"))
+    report.note(nccl_proved=not made.wrong())
+    plain, digest = made.seconds(), made.seconds(digest=True)
+    others = f"a message a tensor of 3 MiB {each:.1f} GB/s"
+    ratio = report.line("qwen3_30b tp2, nccl", made.nbytes / one / 1e9, plain, made.nbytes, others)
+    report.line("qwen3_30b tp2, nccl, digest", made.nbytes / one / 1e9, digest, made.nbytes)
+    report.note(
+        nccl_ratio=ratio,
+        nccl_gbs=made.nbytes / plain / 1e9,
+        nccl_digest_overhead=digest / plain - 1,
+        nccl_connect_s=made.connect_s,
+        nccl_bucket_mib=made.program.staged_bytes / 2**20,
+    )
+    made.done()
+    made.close()
+
+
+def beside_awex(report: Report, last: int, *, quick: bool) -> None:
+    """Awex's path over NCCL beside ours over cuda_ipc, each for experts of the same shapes."""
+    if not awex.found():
+        report.note(awex="not installed")
+        return
+    layers = 4 if quick else 8
+    made = Update(0, last, layers)
+    ours = made.nbytes / made.seconds() / 1e9
+    made.close()
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = awex.measure(layers, f"{directory}/out", 29535)
+    report.note(awex_gbs=theirs, awex_beside_gbs=ours, awex_speedup=ours / theirs)
+
+
 def _arguments() -> str:
     """Return what this was called with, the place of the results left out."""
     kept = [a for a in sys.argv[1:] if "/" not in a and a != "--out"]
@@ -265,7 +310,8 @@ def save(report: Report, directory: str) -> None:
     """Write what is known so far."""
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
-    name = f"gpu-{report.figures['date']}"
+    part = "" if report.part == "all" else f"{report.part}-"
+    name = f"gpu-{part}{report.figures['date']}"
     (place / f"{name}.json").write_text(json.dumps(report.figures, indent=1) + "\n", encoding="utf-8")
     (place / f"{name}.md").write_text(text(report), encoding="utf-8")
 
@@ -274,31 +320,36 @@ def main() -> int:
     """Run everything."""
     parser = argparse.ArgumentParser(description="the GPU data plane against one large copy")
     parser.add_argument("--quick", action="store_true", help="fewer cases and layers: to see that it runs")
-    parser.add_argument("--part", choices=("all", "updates"), default="all", help="updates: resharding alone")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all", help="one part alone")
     parser.add_argument("--out", default="benchmarks/results", help="where the results go")
     options = parser.parse_args()
     report = Report()
     report.figures |= versions()
     last = torch.cuda.device_count() - 1
-    whole = options.part == "all"
-    if whole:
+    report.part = options.part
+    parts = PARTS if options.part == "all" else (options.part,)
+    if "check" in parts:
         check(report, quick=options.quick)
         save(report, options.out)
-    limits = Limits(report, 0, last)
-    if whole:
-        small(report, limits)
+    if {"fragments", "updates", "polite"} & set(parts):
+        limits = Limits(report, 0, last)
+        if "fragments" in parts:
+            small(report, limits)
+            save(report, options.out)
+        limits.free()
+        if {"updates", "polite"} & set(parts):
+            resharding(report, limits, last, quick=options.quick, neighbours="polite" in parts)
+            save(report, options.out)
+    if last and "nccl" in parts:
+        nccl(report, last, quick=options.quick)
         save(report, options.out)
-    limits.free()
-    resharding(report, limits, last, quick=options.quick, neighbours=whole)
-    save(report, options.out)
-    if last and whole:
-        with tempfile.TemporaryDirectory() as directory:
-            one, each = fragments.nccl(1024, 3 << 20, f"{directory}/out", 29533)
-            _, tiny = fragments.nccl(4096, 64 << 10, f"{directory}/out", 29534)
-        report.note(nccl_single_gbs=one, nccl_3m_messages_gbs=each, nccl_64k_messages_gbs=tiny)
+    if last and "awex" in parts:
+        beside_awex(report, last, quick=options.quick)
         save(report, options.out)
     print(text(report))
-    return 0 if report.figures.get("bit_exact") == report.figures.get("cases") else 1
+    figures = report.figures
+    good = figures.get("bit_exact") == figures.get("cases") and not figures.get("nccl_wrong")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class Options:
         stall: a pin whose bytes did not move for this long is revoked.
         max_frame: largest frame that is decoded.
         threads: copy and digest threads a process uses for one transfer.
-        transport: ``"shm"`` or ``"gloo"`` for everything; ``"auto"``: shared memory on one host, gloo across.
+        transport: for everything: ``"shm"`` or ``"gloo"``, on GPUs ``"cuda_ipc"`` or ``"nccl"``; ``"auto"``:
+            mapped memory (``shm``, ``cuda_ipc``) on one host, messages otherwise.
     """
 
     connect_timeout: float = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 
 import numpy as np
@@ -81,6 +82,23 @@ def test_bound_again_elsewhere_and_aligned_otherwise(device: torch.device) -> No
         sweep.bind(column(src.data_ptr() + shift), column(dst.data_ptr() + shift))
         sweep.run(Op.COPY)
         assert np.array_equal(dst.cpu().numpy()[shift:], want)
+
+
+@pytest.mark.parametrize("form", [COPY, ("float32", "bfloat16")])
+def test_in_sections_as_in_one(device: torch.device, form: tuple[str, str]) -> None:
+    rng = np.random.default_rng(11)
+    for _ in range(COUNT):
+        case = MoveCase.random(rng, form)
+        parts = np.sort(rng.integers(0, 4, len(case.runs)))
+        src, dst = (torch.from_numpy(b.copy()).to(device) for b in (case.src, case.dst))
+        sweep = DeviceSweep([dataclasses.replace(case.runs, section=parts)], 3, device)
+        sweep.bind(*(column(b.data_ptr()) for b in (src, dst)))
+        want, digests = case.expected()
+        sweep.begin(Op.COPY_DIGEST)
+        for number in range(5):
+            sweep.section(number, Op.COPY_DIGEST)
+        assert np.array_equal(dst.cpu().numpy(), want)
+        assert np.array_equal(sweep.digests(), digests)
 
 
 def test_nothing_to_do(device: torch.device) -> None:

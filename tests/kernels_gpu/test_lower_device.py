@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from benchmarks.gpu.cases import FORMS, MoveCase
 
 from syncline.errors import TransportError
 from syncline.kernels import lower_device as lowering
+from syncline.kernels.device import _sample
 from syncline.kernels.lower_device import Cells, DeviceRuns, lower_device, signature
 
 
@@ -16,6 +19,7 @@ def column(*values: int) -> np.ndarray:
 
 
 ZERO = column(0)
+COLUMNS = {f.name for f in dataclasses.fields(DeviceRuns) if not f.name.endswith("dtype")} - {"section"}
 
 
 def one(
@@ -105,6 +109,33 @@ def test_every_byte_once_and_at_its_place(form: tuple[str, str]) -> None:
                     at = int(r.dst[i] + row * r.dst_stride[i]) + k
                     want[at] = int((r.pos[i] + row * r.pos_stride[i]) * r.itemsize[i]) + k
         assert bytes_of == want
+
+
+@pytest.mark.parametrize("form", FORMS[2:4])
+def test_sections_stay_together_and_lose_nothing(form: tuple[str, str]) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        runs = MoveCase.random(rng, form, most=400).runs
+        part = np.sort(rng.integers(0, 3, len(runs)))
+        found = lower_device(dataclasses.replace(runs, section=part), ZERO, ZERO)
+        apart = []
+        for cells in found:
+            assert (np.diff(cells.section) >= 0).all()
+            apart += [(n, spans([cells.take(cells.section == n)])) for n in range(3)]
+        for n in range(3):
+            take = {
+                f.name: getattr(runs, f.name)[part == n]
+                for f in dataclasses.fields(runs)
+                if f.name in COLUMNS
+            }
+            alone = lower_device(dataclasses.replace(runs, **take), ZERO, ZERO)
+            assert sorted(s for m, own in apart if m == n for s in own) == sorted(spans(alone))
+
+
+def test_what_is_compiled_ahead_is_what_nearly_all_launch() -> None:
+    forms = {t.form for t in lower_device(_sample(), ZERO, ZERO)}
+    assert ("u32", "u32", 4, 4, 4, True) in forms
+    assert ("u32", "u32", 4, 4, 4, False) in forms
 
 
 def test_longer_than_the_kernels_indices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,16 @@ from syncline.transport.base import (
 )
 from syncline.transport.gloo import GlooTransport
 from syncline.transport.host import endpoint
+from syncline.transport.nccl import NcclTransport
 from syncline.transport.shm import ShmTransport
 from syncline.transport.sources import source_digests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
+    from syncline.transport.nccl_device import Device
     from tests.transport.world import World
 
 JOB = "test"
@@ -52,9 +56,18 @@ class Meeting:
 
 
 class Fabric:
-    """All writers and readers of a world, linked, with compiled and bound programs."""
+    """All writers and readers of a world, linked, with compiled and bound programs.
 
-    def __init__(self, kind: str, world: World, staging: Staging | None = None) -> None:
+    ``device`` makes, for ``nccl``, the device of a writer (True) or reader of some rank.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        world: World,
+        staging: Staging | None = None,
+        device: Callable[[bool, int], Device] | None = None,
+    ) -> None:
         self.kind, self.world = kind, world
         self.staging = staging or Staging()
         self._directory = tempfile.TemporaryDirectory(prefix="sl-")
@@ -66,6 +79,8 @@ class Fabric:
                 if kind == "shm":
                     path = Path(self._directory.name) / f"{len(side)}.sock" if side is self.writers else None
                     side.append(ShmTransport(JOB, path))
+                elif device is not None:
+                    side.append(NcclTransport(JOB, meeting, device=device(side is self.writers, rank)))
                 else:
                     side.append(GlooTransport(JOB, meeting))
                 assert rank == len(side) - 1
@@ -102,7 +117,7 @@ class Fabric:
                 wire = Binding.from_wire(world.writers[w].binding.to_wire())
                 for r in range(len(world.readers)):
                     theirs = None
-                    if self.kind == "gloo":
+                    if self.kind != "shm":
                         theirs = pool.submit(self.writers[w].link, self.reader_ends[r], tickets, 10.0)
                     link = self.readers[r].link(self.writer_ends[w], tickets, 10.0)
                     self.to_writers[r][w] = Remote(link, wire)

@@ -113,7 +113,7 @@ class TestRegistry:
     def test_own_transports_are_imported_when_used(self) -> None:
         code = (
             "import sys, syncline.transport, syncline.transport.registry as r;"
-            "assert r.names()[:2] == ['gloo', 'shm'];"
+            "assert r.names()[:4] == ['cuda_ipc', 'gloo', 'nccl', 'shm'];"
             "assert not any(n in sys.modules for n in ('torch', 'numba', 'syncline.transport.shm'))"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -126,7 +126,7 @@ class TestRegistry:
             extensions, "entry_points", lambda group: [found, broken] if group == registry.GROUP else []
         )
         monkeypatch.setattr(extensions, "installed", extensions.Extensions())
-        assert registry.names() == ["broken", "gloo", "pigeon", "shm"]
+        assert registry.names() == ["broken", "cuda_ipc", "gloo", "nccl", "pigeon", "shm"]
         made = registry.make("pigeon", job=JOB)
         assert isinstance(made, ShmTransport)
         made.close(1.0)

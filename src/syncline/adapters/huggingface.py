@@ -24,6 +24,7 @@ from syncline.adapters.generation import Completion, greedy
 from syncline.adapters.live import LiveTensors, live_names_of
 from syncline.adapters.loading import load_model, load_tokenizer
 from syncline.adapters.modules import local_part, ties, walk
+from syncline.adapters.placed import Forwards, device_of
 from syncline.adapters.transformers_names import declared_aliases, learn_names
 from syncline.errors import AdapterError, DeadlineError
 from syncline.layout.export import dtype_name
@@ -89,6 +90,8 @@ class HuggingFaceEngine:
         self._live = LiveTensors(self._tree, self._names, f"rank {self.rank}")
         self._derived = Derived()
         self._addresses = self._live.addresses()
+        self.device = device_of(self._live.parts(), self._live.names, f"rank {self.rank}")
+        self._forwards = Forwards(self.device)
         self._binding = Binding.private(self.manifest.fingerprint, self._addresses)
         self._pinned: dict[str, _Pinned] = {}
         self._pin()
@@ -150,6 +153,10 @@ class HuggingFaceEngine:
         return self._live.manifest
 
     # ------------------------------------------------------------------------------------ live tensors
+
+    def finish_forwards(self) -> None:
+        """Return when no kernel of a forward pass, or of a derivation, runs any more."""
+        self._forwards.finish()
 
     def binding(self) -> Binding:
         """Return where the live tensors lie; they must not have moved since start.
@@ -341,6 +348,7 @@ class HuggingFaceEngine:
         try:
             yield
         finally:
+            self._forwards.ended()
             self._turn.release()
 
     def _generate(self, ids: list[list[int]], new: int) -> list[Completion]:

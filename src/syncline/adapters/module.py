@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from syncline.adapters.live import LiveTensors
 from syncline.adapters.modules import local_part, ties, walk
+from syncline.adapters.placed import Forwards, device_of
 from syncline.adapters.transformers_names import learn_names
 from syncline.errors import AdapterError, DeadlineError
 from syncline.layout.box import Box
@@ -85,6 +86,8 @@ class ModuleEngine:
         self.aliases = self._names.aliases
         self.manifest = _apply_cuts(self._live.manifest, dict(cuts or {}))
         self._addresses = self._live.addresses()
+        self.device = device_of(self._live.parts(), self._live.names, f"rank {rank}")
+        self._forwards = Forwards(self.device)
         self._binding = Binding.private(self.manifest.fingerprint, self._addresses)
         self._turn = threading.Lock()
         self._open = threading.Event()
@@ -107,7 +110,14 @@ class ModuleEngine:
                 f"the engine is paused for more than {deadline:g} s", rank=f"rank {self.rank}"
             )
         with self._turn:
-            yield
+            try:
+                yield
+            finally:
+                self._forwards.ended()
+
+    def finish_forwards(self) -> None:
+        """Return when no kernel of a forward pass, or of the hook, runs any more."""
+        self._forwards.finish()
 
     def binding(self) -> Binding:
         """Return where the live tensors lie; they must not have moved since start."""

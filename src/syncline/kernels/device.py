@@ -19,7 +19,7 @@ from syncline.kernels.engine import Op
 from syncline.kernels.lower_device import Cells, DeviceRuns, lower_device, signature
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -80,10 +80,22 @@ class _Table:
         self.runs = _on(np.stack(columns, axis=1), device)
         self.src, self.dst = (_on(np.stack(c, axis=1), device) for c in _relative(cells))
         self.tile = _tiles(cells, counts, together, device)
+        # int64[sections + 1]: tiles of section n are edges[n] to edges[n + 1]
+        numbers = np.arange(int(cells.section[-1]) + 2) if len(cells) else np.zeros(1, np.int64)
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        self._edges = ends[np.searchsorted(cells.section, numbers)].tolist()
+        self._parts: dict[int, torch.Tensor] = {}
 
     def bind(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         for side, address, column in ((self.src, src, 0), (self.dst, dst, 2)):
             torch.add(address[side[:, 0]], side[:, 1], out=self.runs[:, column])
+
+    def part(self, section: int) -> torch.Tensor:
+        """Return the tiles of a section, in memory of their own: kernels are compiled for aligned tables."""
+        if section not in self._parts:
+            low, high = (self._edges[min(n, len(self._edges) - 1)] for n in (section, section + 1))
+            self._parts[section] = self.tile[low:high].clone()
+        return self._parts[section]
 
     @property
     def nbytes(self) -> int:
@@ -178,15 +190,46 @@ class DeviceSweep:
             self._launch(table, op, shape, programs, again=again)
         return None if op is Op.COPY else self._digests[: self.groups]
 
-    def _launch(self, t: _Table, op: Op, shape: Launch, programs: int, *, again: bool) -> None:
-        grid = min(programs, -(-t.tiles // shape.tiles))
+    def begin(self, op: Op) -> None:
+        """Start a run in sections: clear the digests, on the current stream."""
+        if self.runs and not self._signature:
+            raise TransportError("the tables are not bound to any addresses", hint="call bind first")
+        if op is not Op.COPY:
+            self._digests.zero_()
+
+    def section(self, number: int, op: Op, sms: int | None = None) -> None:
+        """Launch what one section of `DeviceRuns` does, on the current stream."""
+        few = sms is not None and sms < self._sms
+        shape = ALL_SMS if not few else FEW_COPY if op is Op.COPY else FEW_DIGEST
+        programs = (sms if few and sms is not None else self._sms) * shape.per_sm
+        for table in self._tables:
+            tile = table.part(number)
+            if len(tile):
+                self._launch(table, op, shape, programs, again=False, tile=tile)
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Return uint64[groups], what the sections since `begin` added up to; wait for the current stream."""
+        return self._digests[: self.groups].cpu().numpy().view(np.uint64).copy()
+
+    def _launch(
+        self,
+        t: _Table,
+        op: Op,
+        shape: Launch,
+        programs: int,
+        *,
+        again: bool,
+        tile: torch.Tensor | None = None,
+    ) -> None:
+        tile = t.tile if tile is None else tile
+        grid = min(programs, -(-len(tile) // shape.tiles))
         self._move[(grid,)](
-            t.tile,
+            tile,
             t.runs,
             self._digests,
             self._keys,
             self._blocks,
-            t.tiles,
+            len(tile),
             SRC=t.form.src,
             DST=t.form.dst,
             SRC_BYTES=t.form.src_bytes,
@@ -200,6 +243,36 @@ class DeviceSweep:
             AHEAD=shape.ahead,
             num_warps=shape.warps,
         )
+
+
+_LOADED: set[tuple[int, Op]] = set()
+_SAMPLE = 1 << 16
+
+
+def load(device: int, ops: Collection[Op]) -> None:
+    """Compile what nearly every transfer launches; each kernel takes about a second, once.
+
+    Others (odd alignments, casts) are compiled when a program first needs them.
+    """
+    where = torch.device("cuda", device)
+    for op in ops:
+        if (device, op) in _LOADED:
+            continue
+        with torch.cuda.device(where):
+            bytes_of = torch.zeros(2 * _SAMPLE, dtype=torch.uint8, device=where)
+            sweep = DeviceSweep([_sample()], 1, where)
+            sweep.bind(*(np.array([bytes_of.data_ptr() + n], np.int64) for n in (0, _SAMPLE)))
+            sweep.run(op)
+            torch.cuda.current_stream(where).synchronize()
+        _LOADED.add((device, op))
+
+
+def _sample() -> DeviceRuns:
+    """Return two plain copies: one whose cells lie at whole words of the digest, one whose do not."""
+    zero, half = np.zeros(2, np.int64), np.array([0, _SAMPLE // 2], np.int64)
+    elems, size = zero + _SAMPLE // 4, zero + 2
+    pos = np.array([0, 3], np.int64)
+    return DeviceRuns("", "", zero + 1, elems, size, zero, half, zero, zero, half, zero, pos, zero, zero)
 
 
 def _last_byte(runs: DeviceRuns) -> int:

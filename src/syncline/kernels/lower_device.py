@@ -71,6 +71,8 @@ class DeviceRuns:
         src_stride, dst_stride: int64[R], bytes from row to row.
         pos, pos_stride: int64[R], canonical flat position of the first element, and elements from row to row.
         group: int64[R], digest accumulator; negative: none.
+        section: int64[R], ascending: which part of a run in sections (`DeviceSweep.section`) each belongs to;
+            None: there is one.
     """
 
     src_dtype: str
@@ -87,9 +89,13 @@ class DeviceRuns:
     pos: I64
     pos_stride: I64
     group: I64
+    section: I64 | None = None
 
     def __post_init__(self) -> None:
-        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self) if not f.name.endswith("dtype")}
+        columns = [f.name for f in fields(self) if not f.name.endswith("dtype") and f.name != "section"]
+        lengths = {name: len(getattr(self, name)) for name in columns}
+        if self.section is not None:
+            lengths["section"] = len(self.section)
         if len(set(lengths.values())) != 1:
             raise TransportError("columns of one table differ in length", found=lengths)
         if self.casts and (self.src_dtype, self.dst_dtype) not in CASTS:
@@ -123,7 +129,7 @@ class Cells:
         rows, cols: int64[R]; cols are cells of a row.
         src_slot, src, src_stride, dst_slot, dst, dst_stride: as in `DeviceRuns`.
         pos, pos_stride: int64[R], canonical position in wire bytes.
-        group: int64[R].
+        group, section: int64[R].
     """
 
     form: Form
@@ -138,6 +144,7 @@ class Cells:
     pos: I64
     pos_stride: I64
     group: I64
+    section: I64
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -188,7 +195,9 @@ def lower_device(runs: DeviceRuns, src_address: I64, dst_address: I64) -> list[C
 
 def _units(runs: DeviceRuns, live: NDArray[np.intp]) -> Cells:
     """Return the runs with columns of single units: bytes of a copy, elements of a cast."""
-    take = {f.name: getattr(runs, f.name)[live] for f in fields(runs) if not f.name.endswith("dtype")}
+    names = [f.name for f in fields(runs) if not f.name.endswith("dtype") and f.name != "section"]
+    take = {name: getattr(runs, name)[live] for name in names}
+    section = np.zeros(len(live), np.int64) if runs.section is None else runs.section[live]
     size = take["itemsize"]
     if runs.casts:
         form = Form(
@@ -212,6 +221,7 @@ def _units(runs: DeviceRuns, live: NDArray[np.intp]) -> Cells:
         take["pos"] * size,
         np.where(several, take["pos_stride"] * size, 0),
         take["group"],
+        section,
     )
 
 
@@ -334,11 +344,12 @@ def _limited(cells: Cells) -> Cells:
 
 
 def _joined(parts: Sequence[Cells]) -> list[Cells]:
-    """Return one table a form, each in the order of the runs it came from."""
+    """Return one table a form, each in the order of the sections."""
     forms = sorted({p.form for p in parts}, reverse=True, key=lambda f: (f.lanes * f.dst_bytes, f.aligned))
     out = []
     for form in forms:
         same = [p for p in parts if p.form == form]
-        columns = {name: np.concatenate([getattr(p, name) for p in same]) for name in COLUMNS}
-        out.append(Cells(form, **columns))
+        joined = Cells(form, **{name: np.concatenate([getattr(p, name) for p in same]) for name in COLUMNS})
+        in_order = bool((np.diff(joined.section) >= 0).all())
+        out.append(joined if in_order else joined.take(np.argsort(joined.section, kind="stable")))
     return out

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from syncline.layout.manifest import Manifest
     from syncline.memory.binding import Binding
+    from syncline.memory.cuda import DeviceSegments
     from syncline.protocol.ids import VersionKey
 
 PauseMode = Literal["abort", "wait"]
@@ -100,8 +101,8 @@ class TrainerAdapter(Protocol):
         """Move every storage of the manifest, in place, into memory that other processes can map.
 
         Returns a read-only descriptor of each region of `binding`, by region id; the adapter owns them. A
-        second call moves nothing. What leaves that memory afterwards (offload and reload) is brought back by
-        `binding`, under a new generation.
+        second call moves nothing, nor does one for memory of a GPU (`DeviceTrainer`). What leaves that memory
+        afterwards (offload and reload) is brought back by `binding`, under a new generation.
 
         Raises:
             MemoryBudgetError: not enough memory; nothing was touched.
@@ -117,6 +118,42 @@ class TrainerAdapter(Protocol):
         """Call ``before(reason)``, such as ``before("optimizer.step")``, ahead of every mutation.
 
         One mutation may be announced more than once; the later calls should cost nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class DeviceTrainer(Protocol):
+    """Optional part of a trainer adapter: its parameters lie on a GPU.
+
+    `TrainerAdapter.share` moves nothing then and returns no descriptors, and `TrainerAdapter.binding` is made
+    by ``segments``.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie: one device for all of them."""
+        ...
+
+    @property
+    def segments(self) -> DeviceSegments:
+        """The allocator segments of that device: what is handed out to readers."""
+        ...
+
+
+@runtime_checkable
+class DeviceEngine(Protocol):
+    """Optional part of an engine adapter: its live tensors lie on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the live tensors lie: one device for all of them."""
+        ...
+
+    def finish_forwards(self) -> None:
+        """Return when the device has finished what this process's paused engine, or its hooks, began.
+
+        A pause holds the process back; kernels of the last forward pass may still run.
         """
         ...
 

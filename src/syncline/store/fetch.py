@@ -39,7 +39,7 @@ class Fetcher:
 
     def __init__(self, member: Member, fence: Fence) -> None:
         self._member, self._fence = member, fence
-        self._puller = Puller(member, fence, "shm")
+        self._puller = Puller(member, fence, "shm" if member.device is None else "cuda_ipc")
         self._generation = itertools.count(1)
 
     def layout(self, places: Sequence[WriterSource]) -> Layout:
@@ -71,7 +71,7 @@ class Fetcher:
         made = plan(writer, {_NAME: Layout((manifest,), (self._member.host,))}, rules)
         addresses = np.array([s.data_ptr() for s in storages.listed], np.int64)
         local = Binding.private(manifest.fingerprint, addresses, next(self._generation))
-        route = self._puller.route(made, _NAME, 0)
+        route = self._puller.route(made, _NAME, 0, places)
         fence = Fence(self._member.job, self._member.client.boot, 0, self._fence.member)
         self._puller.bind(route, places, local, fence, deadline)
         return self._puller.run(route.legs[0], fence, deadline, digest=False).nbytes

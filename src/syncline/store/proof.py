@@ -11,7 +11,6 @@ from syncline.plan import DigestRows
 from syncline.protocol import messages as m
 from syncline.store.offer import decode_digests
 from syncline.transport.base import Limits
-from syncline.transport.sources import SourceDigests
 from syncline.verify.delivered import Published, collect, mismatched
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from syncline.protocol.parts import Level
     from syncline.store.member import Member
     from syncline.store.pull import Leg, Outcome, Route
+    from syncline.transport.cuda_ipc_sources import DeviceSourceDigests
+    from syncline.transport.sources import SourceDigests
 
 _SHOWN = 5
 
@@ -65,7 +66,7 @@ class Proof:
 
     def __init__(self, member: Member, table: str, who: str, binding: Callable[[], Binding]) -> None:
         self._member, self._table, self._who, self._binding = member, table, who, binding
-        self._programs: dict[int, SourceDigests] = {}
+        self._programs: dict[int, SourceDigests | DeviceSourceDigests] = {}
         self._plan = b""
         self._published: tuple[VersionKey, bytes, Published] | None = None
 
@@ -96,7 +97,8 @@ class Proof:
             self._plan, self._programs = route.plan.id, {}
         program = self._programs.get(index)
         if program is None:
-            program = self._programs[index] = SourceDigests(route.plan, _live_rows(route.legs[index].hops))
+            rows = _live_rows(route.legs[index].hops)
+            program = self._programs[index] = self._member.digests(route.plan, rows)
         program.rebind(self._binding())
         running = program.start(Limits(deadline=deadline, threads=self._member.options.threads))
         running.wait(deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +15,7 @@ from syncline.errors import DeadlineError, LayoutError, ReplicaDivergenceError, 
 from syncline.protocol import messages as m
 from syncline.store.offer import Offer, encode_digests
 from syncline.store.send import Sender
-from syncline.transport.base import Limits, Rights
-from syncline.transport.sources import SourceDigests
+from syncline.transport.base import Limits, Rights, Ticket, Wedged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from syncline.store.adapter import TrainerAdapter
     from syncline.store.member import Member
     from syncline.store.publication import Publication
+    from syncline.transport.cuda_ipc_sources import DeviceSourceDigests
+    from syncline.transport.sources import SourceDigests
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +62,9 @@ class Publisher:
         self._book = member.plans(fence)
         self._writers: tuple[RankLayout, ...] = ()
         self._offer: tuple[int, bytes] = (-1, b"")  # generation of the binding that was put, and its hash
+        self._tickets: list[Ticket] = []
         self._sameness = Sameness()
-        self._digester = Digester(adapter.rank, member.options.threads)
+        self._digester = Digester(adapter.rank, member)
         self._digesting = threading.Lock()
         self._delivered: set[tuple[VersionKey, bytes]] = set()
         self._sender = Sender(member, adapter.rank)
@@ -87,6 +90,7 @@ class Publisher:
     # --- publishing
 
     def _publish_all(self) -> None:
+        self._member.use_device()
         while (publication := self._queue.get()) is not None:
             try:
                 self._publish(publication)
@@ -124,12 +128,40 @@ class Publisher:
         """Return the hash of a binding's offer, which is put and its regions exported when it is new."""
         if self._offer[0] != binding.generation:
             tickets = []
-            for region in binding.regions.values():
-                registration = self._member.shm.register(region, self._descriptors[region.id])
-                tickets.append(self._member.shm.export(registration, Rights.READ, self._fence).encode())
-            offer = Offer(binding.to_wire(), tuple(tickets)).encode()
+            for region in filter(lambda r: r.nbytes, binding.regions.values()):
+                transport = self._member.exporter(region)
+                registration = transport.register(region, self._descriptors.get(region.id))
+                tickets.append(transport.export(registration, Rights.READ, self._fence))
+            self._forget({(t.region, t.generation) for t in tickets})
+            self._tickets = tickets
+            offer = Offer(binding.to_wire(), tuple(t.encode() for t in tickets)).encode()
             self._offer = binding.generation, self._member.client.put_binding(self._fence, offer)
         return self._offer[1]
+
+    def release(self, deadline: float) -> None:
+        """Hand no memory out any more, until the next publish offers it anew; wait until nobody reads it.
+
+        Raises:
+            DeadlineError: a reader still has some of it open; names it. The memory must stay.
+        """
+        until = time.monotonic() + deadline
+        tickets, self._tickets, self._offer = self._tickets, [], (-1, b"")
+        for ticket in tickets:
+            left = max(0.0, until - time.monotonic())
+            end = self._member.transport(ticket.transport).revoke(ticket, left)
+            if isinstance(end, Wedged):
+                raise DeadlineError(
+                    f"memory of writer {self._adapter.rank} is still read after {deadline:g} s",
+                    expected="released by every reader",
+                    found=f"{', '.join(end.peers)}: {end.reason}",
+                    hint="do not free, unmap or offload it",
+                )
+
+    def _forget(self, kept: set[tuple[int, int]]) -> None:
+        """Tell readers to close regions that no storage lies in any more; nobody waits for them."""
+        for ticket in self._tickets:
+            if (ticket.region, ticket.generation) not in kept:
+                self._member.transport(ticket.transport).revoke(ticket, 0.0)
 
     def _abort(self, publication: Publication, error: SynclineError) -> None:
         logger.warning("version %s is given up: %s", publication.number, error)
@@ -180,6 +212,7 @@ class Publisher:
     # --- readers that need more than memory
 
     def _serve(self) -> None:
+        self._member.use_device()
         served: dict[str, int] = {}
         while not self._closing.is_set():
             try:
@@ -234,12 +267,12 @@ class Digester:
 
     Args:
         rank: of the writer.
-        threads: of one run.
+        member: the process.
     """
 
-    def __init__(self, rank: int, threads: int) -> None:
-        self._rank, self._threads = rank, threads
-        self._compiled: tuple[bytes, DigestRows, SourceDigests] | None = None
+    def __init__(self, rank: int, member: Member) -> None:
+        self._rank, self._member = rank, member
+        self._compiled: tuple[bytes, DigestRows, SourceDigests | DeviceSourceDigests] | None = None
         self._bound: tuple[bytes, int] | None = None
 
     def run(self, plan: Plan, binding: Binding, deadline: float) -> bytes:
@@ -251,12 +284,12 @@ class Digester:
         """
         if self._compiled is None or self._compiled[0] != plan.id:
             rows = plan.digest_rows(self._rank)
-            self._compiled = plan.id, rows, SourceDigests(plan, rows)
+            self._compiled = plan.id, rows, self._member.digests(plan, rows)
         _, rows, program = self._compiled
         if self._bound != (plan.id, binding.generation):
             program.rebind(binding)
             self._bound = plan.id, binding.generation
-        running = program.start(Limits(deadline=deadline, threads=self._threads))
+        running = program.start(Limits(deadline=deadline, threads=self._member.options.threads))
         running.wait(deadline)
         digests = running.digests if running.digests is not None else np.zeros(0, np.uint64)
         pieces, first = np.unique(rows.piece, return_index=True)

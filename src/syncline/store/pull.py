@@ -15,6 +15,7 @@ import numpy as np
 
 from syncline.errors import AdapterError, DeadlineError, PlanError, TransportError
 from syncline.memory import Binding
+from syncline.store.lanes import ONE_SIDED, lane_of
 from syncline.store.offer import Offer
 from syncline.transport.base import Endpoint, Limits, Remote, Side, Ticket
 
@@ -121,38 +122,50 @@ class Puller:
     Attributes:
         member: the process.
         fence: of one of its registrations; writers' bindings are fetched under it.
-        only: the transport to use for everything; by default shared memory on one host, gloo across hosts.
+        only: the transport to use for everything; by default what `syncline.store.lanes` chooses.
     """
 
     member: Member
     fence: Fence
     only: str | None = None
-    _routes: dict[bytes, Route] = field(default_factory=dict)
+    _routes: dict[tuple[bytes, tuple[str, ...]], Route] = field(default_factory=dict)
     _sources: dict[tuple[str, int], Source] = field(default_factory=dict)
     _links: dict[tuple[str, str], Link] = field(default_factory=dict)
 
-    def route(self, plan: Plan, instance: str, rank: int, stages: Sequence[Stage] = ()) -> Route:
+    def route(
+        self,
+        plan: Plan,
+        instance: str,
+        rank: int,
+        places: Sequence[WriterSource],
+        stages: Sequence[Stage] = (),
+    ) -> Route:
         """Return the rank's share of a plan, compiled at its first use.
 
         Args:
             plan: of the version.
             instance: the rank's.
             rank: in its instance.
+            places: by writer rank.
             stages: of its engine; always the same ones.
 
         Raises:
             AdapterError: the stages are not a partition of the storages that receive something.
-            TransportError: a two-sided transport is needed, which cannot wait between stages.
+            TransportError: a two-sided transport is needed, which cannot wait between stages; or none moves
+                bytes from where a writer's weights lie to where this rank's do.
         """
-        found = self._routes.get(plan.id)
+        names = tuple(
+            lane_of(Endpoint.from_text(place.endpoint), self.member.endpoint, self.only) for place in places
+        )
+        found = self._routes.get((plan.id, names))
         if found is None:
             hops = plan.reader(instance, rank)
             parts = [hops] if not stages else [hops.take(rows) for rows in staged_rows(hops, stages)]
-            legs = [self._leg(plan, part, instance, rank) for part in parts]
+            legs = [self._leg(plan, part, np.array(names)) for part in parts]
             if len(legs) > 1:
                 _check_one_sided(legs)
             found = Route(plan, hops, legs, int(hops.nbytes.sum()))
-            self._routes = {plan.id: found}  # a plan that was replaced does not come back
+            self._routes = {(plan.id, names): found}  # a plan that was replaced does not come back
         return found
 
     def bind(
@@ -207,19 +220,15 @@ class Puller:
         digests = _joined(leg, running) if digest else None
         return Outcome(moved, time.monotonic() - began, digests)
 
-    def _leg(self, plan: Plan, hops: Hops, instance: str, rank: int) -> Leg:
+    def _leg(self, plan: Plan, hops: Hops, names: NDArray[np.str_]) -> Leg:
         lanes = [
             Lane(transport, rows, part, transport.compile(plan, part, Side.DESTINATION))
-            for transport, rows in self._split(plan, hops, instance, rank)
+            for transport, rows in self._split(hops, names)
             for part in [hops.take(rows)]
         ]
         return Leg(hops, lanes, int(hops.nbytes.sum()))
 
-    def _split(
-        self, plan: Plan, hops: Hops, instance: str, rank: int
-    ) -> list[tuple[Transport, NDArray[np.int64]]]:
-        mine = plan.reader_hosts[instance][rank]
-        names = np.array([lane_of(host, mine, self.only) for host in plan.writer_hosts])
+    def _split(self, hops: Hops, names: NDArray[np.str_]) -> list[tuple[Transport, NDArray[np.int64]]]:
         chosen = names[hops.src] if len(hops) else np.zeros(0, dtype=np.str_)
         return [
             (self.member.transport(str(name)), np.flatnonzero(chosen == name)) for name in np.unique(chosen)
@@ -252,7 +261,10 @@ class Puller:
         state = (
             local.generation,
             local.fingerprint,
-            tuple((rank, sources[rank].version, id(links[rank])) for rank in ranks),
+            tuple(
+                (rank, sources[rank].version, id(links[rank]), getattr(links[rank], "opened", 0))
+                for rank in ranks
+            ),
         )
         if lane.bound != state:
             remotes = {rank: Remote(links[rank], sources[rank].binding) for rank in ranks}
@@ -268,19 +280,14 @@ class Puller:
         name = lane.transport.name
         key = (name, source.endpoint.id)
         known = self._links.get(key)
-        if known is not None and known.alive and name != "shm":
+        if known is not None and known.alive and name not in ONE_SIDED:
             return known
-        tickets = source.tickets
-        if name != "shm":  # two ends meet by a ticket that both can make
+        tickets = tuple(ticket for ticket in source.tickets if ticket.transport == name)
+        if name not in ONE_SIDED:  # two ends meet by a ticket that both can make
             tickets = (meeting(name, fence),)
         made = lane.transport.link(source.endpoint, tickets, max(0.0, until - time.monotonic()))
         self._links[key] = made
         return made
-
-
-def lane_of(writer_host: str, reader_host: str, only: str | None) -> str:
-    """Return the transport between two ranks; both sides must come to the same answer on their own."""
-    return only or ("shm" if writer_host == reader_host else "gloo")
 
 
 def meeting(transport: str, fence: Fence) -> Ticket:
@@ -327,10 +334,10 @@ def staged_rows(hops: Hops, stages: Sequence[Stage]) -> list[NDArray[np.int64]]:
 
 
 def _check_one_sided(legs: Sequence[Leg]) -> None:
-    for name in sorted({lane.transport.name for leg in legs for lane in leg.lanes} - {"shm"}):
+    for name in sorted({lane.transport.name for leg in legs for lane in leg.lanes} - ONE_SIDED):
         raise TransportError(
             "an engine that takes its weights in stages needs a transport by which it pulls",
-            expected="shm: trainer and engine on one host",
+            expected="shm or cuda_ipc: trainer and engine on one host",
             found=name,
             hint="run a reader without stages across hosts, or place trainer and engine on one host",
         )

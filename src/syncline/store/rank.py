@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncline import faults
 from syncline.protocol import messages as m
 from syncline.protocol.ids import Fence
-from syncline.store.adapter import StagedEngine
+from syncline.store.adapter import DeviceEngine, StagedEngine
 from syncline.store.proof import Proof
 from syncline.store.pull import Puller
 from syncline.store.report import Stopwatch
@@ -62,12 +62,15 @@ class RankUpdater:
         watch = Stopwatch(time.monotonic)
         deadline = self._member.options.update_timeout
         stages = self._staged.stages if self._staged is not None else ()
-        route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank, stages)
+        places = begun.writers
+        route = self._puller.route(self._plan(begun), self._instance, self._adapter.rank, places, stages)
         watch.lap("plan")
         fence = update_fence(self._member, begun)
         faults.point("worker.before_bind")
-        self._puller.bind(route, begun.writers, self._adapter.binding(), fence, deadline)
+        self._puller.bind(route, places, self._adapter.binding(), fence, deadline)
         watch.lap("bind")
+        if isinstance(self._adapter, DeviceEngine):
+            self._adapter.finish_forwards()  # paused means: no kernel of a forward pass runs either
         self._meet(begun)
         watch.lap("meet")
         self._member.client.note(self._fence, committed=self._held, dirty=True)  # before the first byte
@@ -103,6 +106,8 @@ class RankUpdater:
         """
         self.touched = True
         self._adapter.after_update(begun.key, self._received)
+        if isinstance(self._adapter, DeviceEngine):
+            self._adapter.finish_forwards()  # and what its hook began has ended before anybody resumes
         self._adapter.binding()
         self._adapter.report_version(begun.key)
 
@@ -116,7 +121,7 @@ class RankUpdater:
         return self.book.plan(ranks, begun.membership, self._instance)
 
     def _meet(self, begun: m.Begun) -> None:
-        """Wait until every rank of the instance is bound: whoever cannot take part fails before any byte moves."""
+        """Wait until all ranks of the instance are bound: who cannot take part fails before a byte moves."""
         if self._adapter.world == 1:
             return
         faults.point("worker.before_meet")

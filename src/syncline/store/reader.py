@@ -13,6 +13,7 @@ from syncline import faults
 from syncline.errors import ProtocolError, SynclineError, to_wire
 from syncline.protocol import messages as m
 from syncline.store.follow import Follower
+from syncline.store.lanes import device_of
 from syncline.store.member import Member
 from syncline.store.proof import Rhythm
 from syncline.store.report import Stopwatch, UpdateReport
@@ -78,7 +79,8 @@ class WeightReader:
         self.adapter, self.instance, self._table = adapter, instance, table
         self._mode: PauseMode = pause
         self._rhythm = Rhythm(verify_every)
-        self.member = Member(job, f"instance {instance}, controller", options)
+        device = device_of(adapter) if worker else None
+        self.member = Member(job, f"instance {instance}, controller", options, device=device)
         self._nonce = itertools.count(time.monotonic_ns())
         self._updating = threading.Lock()
         self._follower: Follower | None = None

@@ -55,11 +55,15 @@ def save_version(
         described = _describe(fetcher.layout(pinned.writers))
 
         def fetch(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            tensors = {name: torch.empty(described[name][0], dtype=described[name][1]) for name in names}
+            device = "cpu" if member.device is None else f"cuda:{member.device}"
+            tensors = {
+                name: torch.empty(described[name][0], dtype=described[name][1], device=device)
+                for name in names
+            }
             storages = Storages()
             shards = [whole(name, t.shape, t, storages) for name, t in tensors.items()]
             fetcher.read(pinned.writers, shards, storages, deadline=deadline)
-            return tensors
+            return {name: tensor.cpu() for name, tensor in tensors.items()}
 
         def settle() -> None:
             nonlocal held

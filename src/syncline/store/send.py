@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncline.store.pull import lane_of, meeting
+from syncline.store.lanes import ONE_SIDED, lane_of
+from syncline.store.pull import meeting
 from syncline.store.rank import update_fence
 from syncline.transport.base import Endpoint, Limits, Remote, Side
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from syncline.memory import Binding
     from syncline.plan import Hops, Plan
     from syncline.protocol import messages as m
     from syncline.protocol.ids import Fence
     from syncline.store.member import Member
-    from syncline.transport.base import Link, Program
+    from syncline.transport.base import Link, Program, Transport
 
 
 class Sender:
@@ -32,13 +35,16 @@ class Sender:
         self._member, self._rank = member, rank
         only = member.options.transport
         self._only = None if only == "auto" else only
-        self._programs: dict[tuple[bytes, str], Program | None] = {}
-        self._links: dict[str, Link] = {}
+        self._programs: dict[tuple[bytes, str, str], Program | None] = {}
+        self._links: dict[tuple[str, str], Link] = {}
 
     def needed(self, pull: m.Pull) -> bool:
         """Return whether a rank of the instance cannot pull from this process by itself."""
-        hosts = (Endpoint.from_text(text).host for text in pull.endpoints)
-        return any(lane_of(self._member.endpoint.host, host, self._only) != "shm" for host in hosts)
+        return not set(self._lanes(pull)[1].tolist()) <= ONE_SIDED
+
+    def _lanes(self, pull: m.Pull) -> tuple[list[Endpoint], NDArray[np.str_]]:
+        ends = [Endpoint.from_text(text) for text in pull.endpoints]
+        return ends, np.array([lane_of(self._member.endpoint, end, self._only) for end in ends])
 
     def serve(self, pull: m.Pull, plan: Plan, binding: Binding) -> None:
         """Send this rank's share of a version to an instance; nothing to do for ranks that pull themselves.
@@ -46,35 +52,41 @@ class Sender:
         Raises:
             DeadlineError, PeerLostError, TransportError: a rank did not come, or died.
         """
-        hops = self._hops(plan, pull.instance)
-        if not len(hops):
-            return
-        program = self._program(plan, pull.instance, hops)
+        ends, names = self._lanes(pull)
+        hops = plan.writer(self._rank, pull.instance)
+        chosen = names[hops.dst] if len(hops) else np.zeros(0, dtype=np.str_)
+        for name in sorted({str(n) for n in chosen} - ONE_SIDED):
+            part = hops.take(np.flatnonzero(chosen == name))
+            self._send(pull, plan, self._member.transport(name), part, ends, binding)
+
+    def _send(
+        self,
+        pull: m.Pull,
+        plan: Plan,
+        transport: Transport,
+        hops: Hops,
+        ends: list[Endpoint],
+        binding: Binding,
+    ) -> None:
+        program = self._program(plan, pull.instance, transport, hops)
         deadline = self._member.options.update_timeout
         until = time.monotonic() + deadline
         fence = update_fence(self._member, pull.begun)
         self._forget_links()
         remotes = {
-            rank: Remote(self._link(Endpoint.from_text(pull.endpoints[rank]), fence, until))
+            rank: Remote(self._link(transport, ends[rank], fence, until))
             for rank in np.unique(hops.dst).tolist()
         }
         program.rebind(binding, remotes)
         limits = Limits(deadline=deadline, threads=self._member.options.threads)
-        transfer = self._member.gloo.start(program, fence, limits, digest=False)
-        transfer.wait(deadline)
+        transport.start(program, fence, limits, digest=False).wait(deadline)
 
-    def _hops(self, plan: Plan, instance: str) -> Hops:
-        hops = plan.writer(self._rank, instance)
-        mine = plan.writer_hosts[self._rank]
-        names = np.array([lane_of(mine, host, self._only) for host in plan.reader_hosts[instance]])
-        return hops.take(np.flatnonzero(names[hops.dst] != "shm"))
-
-    def _program(self, plan: Plan, instance: str, hops: Hops) -> Program:
-        key = (plan.id, instance)
+    def _program(self, plan: Plan, instance: str, transport: Transport, hops: Hops) -> Program:
+        key = (plan.id, instance, transport.name)
         known = self._programs.get(key)
         if known is None:
             self._programs = {k: p for k, p in self._programs.items() if k[0] == plan.id}
-            known = self._programs[key] = self._member.gloo.compile(plan, hops, Side.SOURCE)
+            known = self._programs[key] = transport.compile(plan, hops, Side.SOURCE)
         return known
 
     def _forget_links(self) -> None:
@@ -82,9 +94,10 @@ class Sender:
         for peer in [peer for peer, link in self._links.items() if not link.alive]:
             self._links.pop(peer).close()
 
-    def _link(self, peer: Endpoint, fence: Fence, until: float) -> Link:
-        known = self._links.get(peer.id)
+    def _link(self, transport: Transport, peer: Endpoint, fence: Fence, until: float) -> Link:
+        key = (transport.name, peer.id)
+        known = self._links.get(key)
         if known is None or not known.alive:
             left = max(0.0, until - time.monotonic())
-            known = self._links[peer.id] = self._member.gloo.link(peer, (meeting("gloo", fence),), left)
+            known = self._links[key] = transport.link(peer, (meeting(transport.name, fence),), left)
         return known

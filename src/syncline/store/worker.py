@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Self
 
 from syncline import faults
 from syncline.errors import DeadlineError, FencedError, SynclineError, to_wire
-from syncline.kernels import host
+from syncline.kernels.engine import Op
 from syncline.layout import Rules
 from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
+from syncline.store.lanes import device_of
 from syncline.store.member import Member
 from syncline.store.rank import RankUpdater
 from syncline.verify.effective import compare
@@ -67,12 +68,12 @@ class WorkerWeightsReader:
         self.adapter, self.instance, self._table = adapter, instance, table
         self.who = f"instance {instance}, rank {adapter.rank}"
         self._owns = member is None
-        self.member = member or Member(job, self.who, options)
+        self.member = member or Member(job, self.who, options, device=device_of(adapter))
         self.failure: SynclineError | None = None
         self._attempt = 0
-        host.load()  # before there is an update whose progress is watched: compiling them takes a while, once
         self._closing = threading.Event()
         try:
+            self.member.compiled(Op.COPY_DIGEST)  # takes a while, once
             self._fence = self._register(rules or Rules())
         except BaseException as error:
             self._decline(error)
@@ -174,6 +175,7 @@ class WorkerWeightsReader:
     # --- the thread
 
     def _serve(self) -> None:
+        self.member.use_device()
         while not self._closing.is_set():
             try:
                 request = m.AwaitUpdate(self._fence, self._table, self._attempt, _IDLE)

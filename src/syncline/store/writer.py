@@ -9,11 +9,13 @@ import traceback
 from typing import TYPE_CHECKING, Literal, Self
 
 from syncline import faults
-from syncline.errors import StaleVersionError, SynclineError, to_wire
-from syncline.kernels import host
+from syncline.errors import AdapterError, StaleVersionError, SynclineError, to_wire
+from syncline.kernels.engine import Op
 from syncline.layout import Rules
 from syncline.protocol import messages as m
 from syncline.store import rules as rules_wire
+from syncline.store.adapter import DeviceTrainer
+from syncline.store.lanes import device_of
 from syncline.store.member import Member
 from syncline.store.publication import Publication
 from syncline.store.publisher import Publisher
@@ -39,9 +41,10 @@ Wait = Literal["none", "pulled", "committed"]
 class WeightWriter:
     """Publishes the live parameters of one trainer rank. Every rank has one, and publishes the same versions.
 
-    The parameters are moved once, in place, into memory that readers of this host can map; then nothing is
-    ever copied here. A version is a *read window*: it opens with `publish` and closes before the next
-    mutation of the weights (the adapter's hooks call that), waiting for readers whose bytes progress.
+    Parameters in host memory are moved once, in place, into memory that readers of this host can map; those
+    on a GPU stay where they are. Then nothing is ever copied here. A version is a *read window*: it opens
+    with `publish` and closes before the next mutation of the weights (the adapter's hooks call that), waiting
+    for readers whose bytes progress.
     The user's process groups are never used.
 
     Args:
@@ -71,12 +74,12 @@ class WeightWriter:
         self.adapter, self._table = adapter, table
         self.who = f"writer {adapter.rank}"
         embedded = adapter.rank == 0 if serve is None else serve
-        self.member = Member(job, self.who, options, serve=embedded, exports=True)
+        self.member = _member(job, self.who, options, adapter, embedded)
         self._current: Publication | None = None
         self._newest = -1
         self._closing = threading.Lock()
         try:
-            host.load()  # before a version has a deadline: compiling them takes a while, once
+            self.member.compiled(Op.DIGEST)  # before a version has a deadline: it takes a while, once
             descriptors = adapter.share()
             self._fence = self._register(rules or Rules())
             self._publisher = Publisher(self.member, adapter, self._fence, table, descriptors)
@@ -115,6 +118,7 @@ class WeightWriter:
         self.close_window("the next publish")
         self._newest = version
         self.adapter.quiesce()
+        self.member.written()
         until: Until = "pulled" if wait == "pulled" else "drained"
         publication = Publication(version, until, self.member, self._fence, self._table)
         self._current = publication
@@ -136,6 +140,17 @@ class WeightWriter:
             faults.point("writer.before_close")
             logger.debug("%s closes version %s for %s", self.who, publication.number, reason)
             publication.close(self.member.options.update_timeout)
+
+    def release(self, timeout: float | None = None) -> None:
+        """Close the window and take the weights' memory back from readers, ahead of an offload or a sleep.
+
+        The next `publish` offers it anew, wherever it lies then.
+
+        Raises:
+            DeadlineError: a reader still has some of it open: it must not be freed.
+        """
+        self.close_window("release")
+        self._publisher.release(self.member.options.update_timeout if timeout is None else timeout)
 
     def await_readers(self, *instances: str, timeout: float | None = None) -> tuple[str, ...]:
         """Wait until all writers, and the named instances, are there; return all instances that are.
@@ -242,3 +257,22 @@ class WeightWriter:
 
     def _before_mutation(self, reason: str) -> None:
         self.close_window(reason)
+
+
+def _member(job: str, who: str, options: Options | None, adapter: TrainerAdapter, serve: bool) -> Member:
+    """Return the process's connection; for weights on a GPU, one that hands out that device's memory."""
+    try:
+        device = device_of(adapter)
+    except SynclineError:
+        device = None  # `share` says the same, when there is a connection by which the others hear it
+    if device is None:
+        return Member(job, who, options, serve=serve, exports=True)
+    if not isinstance(adapter, DeviceTrainer):
+        raise AdapterError(
+            "weights on a GPU need an adapter that knows its device's memory",
+            expected="an adapter with `segments`; see syncline.store.adapter.DeviceTrainer",
+            found=type(adapter).__name__,
+            rank=who,
+        )
+    segments = adapter.segments
+    return Member(job, who, options, serve=serve, exports=True, device=device, segments=segments)

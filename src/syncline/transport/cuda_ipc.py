@@ -27,13 +27,14 @@ from syncline.transport.cuda_ipc_chunks import ChunkServer
 from syncline.transport.cuda_ipc_link import CudaLink, LentEvent
 from syncline.transport.cuda_ipc_memory import Description, describe
 from syncline.transport.cuda_ipc_program import CudaProgram
+from syncline.transport.cuda_ipc_sources import DeviceSourceDigests
 from syncline.transport.segments import SegmentServer
 from syncline.transport.shm import ShmTransport
 
 if TYPE_CHECKING:
     from syncline.memory.cuda import DeviceSegments, Segment
     from syncline.memory.region import Region
-    from syncline.plan import Hops, Plan
+    from syncline.plan import DigestRows, Hops, Plan
     from syncline.protocol.ids import Fence
     from syncline.transport import frames
     from syncline.transport.base import Endpoint, Program, Registration, Side, Staging
@@ -89,6 +90,16 @@ class CudaIpcTransport(ShmTransport):
         of = stream or torch.cuda.current_stream(self.device)
         with driver.current(self.device):
             self._written().record(of.cuda_stream)
+
+    def hold(self, stream: int) -> None:
+        """Let later work of a stream of this process (its raw handle) wait for all that was recorded."""
+        if self._segments is not None:
+            with driver.current(self.device):
+                self._written().hold(stream)
+
+    def digests(self, plan: Plan, rows: DigestRows) -> DeviceSourceDigests:
+        """Return what digests rows of this process's device memory, after all that was recorded."""
+        return DeviceSourceDigests(plan, rows, self.device, self.hold)
 
     def export(self, registration: Registration, rights: Rights, fence: Fence) -> Ticket:
         """Let peers of this user and job read a segment; see `Transport.export`."""

@@ -117,7 +117,7 @@ class CudaProgram(ShmProgram):
         self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device):
             self._before, self._done = torch.cuda.Event(), torch.cuda.Event()
-        self._digests = torch.empty(max(self.hops, 1), dtype=torch.int64, pin_memory=True)
+        self._digests = _pinned(max(self.hops, 1))
 
     def _point(self, bound: Bound) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -157,6 +157,11 @@ class CudaProgram(ShmProgram):
             if got is not None:
                 self._digests[: self.hops].copy_(got, non_blocking=True)
             self._done.record(self._stream)
+
+
+def _pinned(count: int) -> torch.Tensor:
+    """Return int64[count] of host memory that a device copies to without a host's help."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
 
 @contextlib.contextmanager

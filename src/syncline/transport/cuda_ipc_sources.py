@@ -19,6 +19,8 @@ from syncline.transport.running import Running
 from syncline.transport.tables import Boxes, Place, slots_of, tables
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncline.memory.binding import Binding
     from syncline.plan import DigestRows, Plan
 
@@ -30,11 +32,19 @@ class DeviceSourceDigests:
         plan: the plan.
         rows: the boxes to digest, in their wire dtype.
         device: index of the device that they lie on.
+        after: makes a stream, given its raw handle, wait for the last writes to that memory; None: what is
+            on the current stream when a run starts is waited for.
     """
 
-    def __init__(self, plan: Plan, rows: DigestRows, device: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rows: DigestRows,
+        device: int,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
         self.rows, self.nbytes = len(rows), int(rows.nbytes.sum())
-        self._device = torch.device("cuda", device)
+        self._device, self._after = torch.device("cuda", device), after
         stream = rows.source_stream()
         nobody = np.zeros(len(rows), np.int64)
         slot, self._slots = slots_of(nobody, rows.src_storage, rows.size, stream)
@@ -61,20 +71,19 @@ class DeviceSourceDigests:
             self._bound = True
 
     def start(self, limits: Limits | None = None) -> Running:
-        """Digest everything, after the work that is on the current stream now."""
+        """Digest everything, in a thread of its own, on a stream of its own."""
         with self._mutex:
             self._rest()
             if not self._bound:
                 raise TransportError("the program is not bound to any addresses", hint="call rebind first")
             self._busy = True
-        after = torch.cuda.Event()
-        after.record(torch.cuda.current_stream(self._device))
+        wait = self._after or _current(self._device)
 
         def body(running: Running) -> None:
             point("digest.before_source")
             try:
                 with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                    self._stream.wait_event(after)
+                    wait(self._stream.cuda_stream)
                     got = self._sweep.run(Op.DIGEST, running.limits.sms)
                     digests = np.zeros(0, np.uint64) if got is None else got.cpu().numpy().view(np.uint64)
             finally:
@@ -89,3 +98,14 @@ class DeviceSourceDigests:
     def _rest(self) -> None:
         if self._busy:
             raise TransportError("the program is running", hint="wait for its transfer, or cancel it")
+
+
+def _current(device: torch.device) -> Callable[[int], None]:
+    """Return what makes a stream wait for the work that is on the device's current one now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+
+    def wait(_stream: int) -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    return wait

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -62,6 +62,8 @@ class GlooTransport:
         interface: host name or address to listen at; the default is reached from this host only.
     """
 
+    _program: ClassVar[type[GlooProgram]] = GlooProgram
+
     def __init__(
         self,
         job: str,
@@ -90,10 +92,12 @@ class GlooTransport:
     def caps(self, a: Endpoint, b: Endpoint) -> Caps | Refusal:
         """Say whether the two can connect; between hosts, neither may listen on loopback only."""
         for end in (a, b):
-            if NAME not in end.addresses:
-                return Refusal(NAME, f"{end} does not speak it")
-            if a.host != b.host and end.addresses[NAME] in _LOOPBACK:
-                return Refusal(NAME, f"{end} listens on loopback only, and the two are on different hosts")
+            if self.name not in end.addresses:
+                return Refusal(self.name, f"{end} does not speak it")
+            if a.host != b.host and end.addresses[self.name] in _LOOPBACK:
+                return Refusal(
+                    self.name, f"{end} listens on loopback only, and the two are on different hosts"
+                )
         return Caps(Initiator.BOTH, revocable=True, strided=False, min_run=0, reach=Reach.ANY)
 
     def register(self, region: Region, descriptor: int | None = None) -> Registration:
@@ -107,13 +111,15 @@ class GlooTransport:
                     found=f"generation {region.generation}",
                 )
             self._regions[region.id] = region
-        return Registration(NAME, region)
+        return Registration(self.name, region)
 
     def export(self, registration: Registration, rights: Rights, fence: Fence) -> Ticket:
         """Return a ticket for a meeting under ``fence``; peers never touch the region themselves."""
         region = registration.region
         if rights != Rights.READ:
-            raise TransportError("over gloo a peer is sent what it reads", expected=Rights.READ, found=rights)
+            raise TransportError(
+                "over messages a peer is sent what it reads", expected=Rights.READ, found=rights
+            )
         with self._mutex:
             if self._regions.get(region.id) != region:
                 raise TransportError(
@@ -121,7 +127,7 @@ class GlooTransport:
                     expected=self._regions.get(region.id),
                     found=region,
                 )
-        return Ticket(NAME, region.id, region.generation, region.nbytes, int(rights), fence)
+        return Ticket(self.name, region.id, region.generation, region.nbytes, int(rights), fence)
 
     def revoke(self, ticket: Ticket, deadline: float) -> Drained | Wedged:
         """Wait for the transfers of this process that read the region; peers have no access of their own."""
@@ -139,15 +145,15 @@ class GlooTransport:
 
         Every meeting has tickets of its own: a fence whose attempt is new. An earlier link to the peer ends.
         """
-        wrong = next((t for t in tickets if t.transport != NAME or t.fence.job != self._job), None)
+        wrong = next((t for t in tickets if t.transport != self.name or t.fence.job != self._job), None)
         if wrong is not None or not tickets:
             raise TransportError(
                 "two ends meet by tickets that both hold",
-                expected=f"tickets for {NAME}, {self._job}",
+                expected=f"tickets for {self.name}, {self._job}",
                 found=wrong,
             )
         if peer.id == self.process_id:
-            raise TransportError("a process cannot meet itself over gloo", found=str(peer))
+            raise TransportError("a process cannot meet itself", found=str(peer))
         until = Deadline(deadline)
         with self._mutex:
             if self._closed:
@@ -156,8 +162,8 @@ class GlooTransport:
         if old is not None:
             old.close()
         pair = sorted((self.process_id, peer.id))
-        name = f"syncline/{self._job}/{pair[0]}-{pair[1]}/{_nonce(tickets)}"
-        link = GlooLink(peer, pair.index(self.process_id), self._meet(name), self._interface, until)
+        name = f"syncline/{self._job}/{self.name}/{pair[0]}-{pair[1]}/{_nonce(tickets)}"
+        link = self._make_link(peer, pair.index(self.process_id), self._meet(name), until)
         with self._mutex:
             closed = self._closed
             if not closed:
@@ -175,9 +181,9 @@ class GlooTransport:
         self, program: Program, fence: Fence, limits: Limits | None = None, *, digest: bool = False
     ) -> Running:
         """Start one half in a thread of its own; the peers start theirs with the same fence."""
-        if not isinstance(program, GlooProgram):
+        if not isinstance(program, self._program):
             raise TransportError(
-                "a program of another transport", expected=NAME, found=type(program).__name__
+                "a program of another transport", expected=self.name, found=type(program).__name__
             )
         with self._mutex:
             if self._closed:
@@ -207,6 +213,9 @@ class GlooTransport:
             transfer.cancel(until.left)
         for link in links:
             link.close()
+
+    def _make_link(self, peer: Endpoint, rank: int, store: Store, deadline: Deadline) -> GlooLink:
+        return GlooLink(peer, rank, store, self._interface, deadline)
 
     def _users(self, region: int, generation: int) -> list[str]:
         with self._mutex:

@@ -23,6 +23,8 @@ from syncline.transport.tables import Place, Slots, boxes_of, picked
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from numpy.typing import NDArray
+
     from syncline.memory.binding import Binding
     from syncline.memory.region import Region
     from syncline.plan import Hops, Plan
@@ -35,7 +37,7 @@ _SHORT_NAP, _LONG_NAP = 20e-6, 1e-3  # seconds between two looks at silent peers
 
 
 @dataclass
-class _Peer:
+class Peer:
     """What goes to, or comes from, one rank of the other side."""
 
     rank: int
@@ -43,6 +45,14 @@ class _Peer:
     buckets: list[Bucket]
     nbytes: int
     staging: list[torch.Tensor] = field(default_factory=list)
+
+    def bind(self, side: Side, address: NDArray[np.int64]) -> None:
+        """Point the live half of the tables at this side's storages."""
+        for table in self.tables:
+            if side is Side.SOURCE:
+                table.bind_src(address)
+            else:
+                table.bind_dst(address)
 
     def stage(self, staging: Staging, side: Side) -> None:
         """Allocate the staging slots, once, and point the wire half of the tables at them."""
@@ -73,15 +83,15 @@ class GlooProgram:
         self._side, self.plan_id, self._staging = side, plan.id, staging
         self.hops, self.nbytes = len(hops), int(hops.nbytes.sum())
         self._empty_hops = int(np.count_nonzero(hops.nbytes == 0))
-        host.load()  # compiling kernels is no part of a transfer and its deadline
+        self._load()
         boxes, src, dst = boxes_of(plan, hops)
         self._slots: Slots = src if side is Side.SOURCE else dst
-        self._peers: list[_Peer] = []
+        self._peers: list[Peer] = []
         other = hops.dst if side is Side.SOURCE else hops.src
         for rank in np.unique(other).tolist():
             at = np.nonzero(other == rank)[0]
             made, buckets = pack(picked(boxes, at), side, staging)
-            self._peers.append(_Peer(rank, made, buckets, sum(b.moved for b in buckets)))
+            self._peers.append(self._peer(rank, made, buckets))
         self._mutex = threading.Lock()
         self._busy = False
         self._links: dict[int, GlooLink] | None = None
@@ -101,11 +111,7 @@ class GlooProgram:
             self._links = {peer.rank: self._link(remote, peer.rank) for peer in self._peers}
             self.local_regions = tuple(local.regions.values())
             for peer in self._peers:
-                for table in peer.tables:
-                    if self._side is Side.SOURCE:
-                        table.bind_src(address)
-                    else:
-                        table.bind_dst(address)
+                peer.bind(self._side, address)
 
     def run(self, fence: Fence, limits: Limits, *, digest: bool) -> Running:
         """Start one run in a thread of its own.
@@ -136,17 +142,32 @@ class GlooProgram:
             raise TransportError("no thread for a transfer", found=error) from error
 
     def _rest(self, streams: list[Stream]) -> None:
-        _leave(streams)
-        with self._mutex:
-            self._busy = False
+        try:
+            _leave(streams)
+            self._settle(streams)
+        finally:
+            with self._mutex:
+                self._busy = False
 
-    def _stream(self, peer: _Peer, link: GlooLink, fence: Fence) -> Stream:
-        peer.stage(self._staging, self._side)
+    def _load(self) -> None:
+        host.load()  # compiling kernels is no part of a transfer and its deadline
+
+    def _peer(self, rank: int, made: list[Table], buckets: list[Bucket]) -> Peer:
+        return Peer(rank, made, buckets, sum(b.moved for b in buckets))
+
+    def _stream(self, peer: Peer, link: GlooLink, fence: Fence) -> Stream:
         staging = self._staging
         agreement = Agreement(
             VERSION, self.plan_id, fence, staging.bucket, staging.inflight, len(peer.buckets), peer.nbytes
         )
+        return self._joined(peer, link, agreement)
+
+    def _joined(self, peer: Peer, link: GlooLink, agreement: Agreement) -> Stream:
+        peer.stage(self._staging, self._side)
         return Stream(link, self._side, agreement, peer.buckets, peer.staging)
+
+    def _settle(self, streams: list[Stream]) -> None:
+        """Wait until nothing of these streams touches memory; here each has stopped when it returned."""
 
     def _drive(self, running: Running, streams: list[Stream], *, digest: bool) -> None:
         """Step every stream in turn until all have ended; nap while nobody gets on."""

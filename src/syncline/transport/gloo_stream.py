@@ -106,11 +106,15 @@ class Stream:
         yield from self._arrive(theirs, _HELLO_MARK)
         self.link.finish(awaited)
         if self._means_the_same(theirs):
-            self.posted = [
-                self.link.receive(self._slot(k)) for k in range(min(len(self.staging), len(self.work)))
-            ]
+            self._listen()
         self.link.finish(self.link.send(ours))  # at once: the source listens
         self._compare(theirs)
+
+    def _listen(self) -> None:
+        """Be ready for the first buckets."""
+        self.posted = [
+            self.link.receive(self._slot(k)) for k in range(min(len(self.staging), len(self.work)))
+        ]
 
     def _means_the_same(self, theirs: torch.Tensor) -> bool:
         return self._decode(theirs) == self.agreement

@@ -1,4 +1,4 @@
-"""Transports by name: the two of this package, and those that other packages offer by entry point.
+"""Transports by name: those of this package, and those that other packages offer by entry point.
 
 An entry point of the group ``syncline.transports`` names a callable with the keyword arguments of the
 transport it makes; it is imported at first use.
@@ -22,6 +22,8 @@ GROUP = extensions.TRANSPORTS
 _OWN = {
     "shm": ("syncline.transport.shm", "ShmTransport"),
     "gloo": ("syncline.transport.gloo", "GlooTransport"),
+    "cuda_ipc": ("syncline.transport.cuda_ipc", "CudaIpcTransport"),
+    "nccl": ("syncline.transport.nccl", "NcclTransport"),
 }
 _added: dict[str, Callable[..., Transport]] = {}
 
