@@ -1,0 +1,274 @@
+"""Real Megatron ranks: what each learns, what it publishes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.models import Cut
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _installed() -> bool:
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(not _installed(), reason="megatron-core is not installed here: make test-megatron"),
+]
+
+LATENT = {"qk_nope_head_dim": 64}
+LEARN: dict[str, dict[str, Any]] = {
+    "whole": {"family": "qwen3", "cut": {}},
+    "tensor": {"family": "qwen3", "cut": {"tp": 2}},
+    "tensor-pipeline": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}},
+    "more-ranks-than-groups": {"family": "qwen3", "cut": {"tp": 4}, "changes": {"num_key_value_heads": 2}},
+    "virtual-stages": {
+        "family": "qwen3",
+        "cut": {"pp": 2, "vpp": 2},
+        "changes": {"num_hidden_layers": 4},
+    },
+    "tied": {"family": "qwen3_tied", "cut": {"pp": 2, "tp": 2}},
+    "padded": {
+        "family": "qwen3",
+        "cut": {"tp": 2},
+        "changes": {"vocab_size": 509},
+        "megatron": {"should_pad_vocab": True, "make_vocab_size_divisible_by": 128},
+    },
+    "biased": {"family": "qwen2", "cut": {"tp": 2}},
+    "experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
+    "latent": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
+    "predicting": {
+        "family": "deepseek_v3",
+        "cut": {"pp": 2, "ep": 2, "dp": 2},
+        "changes": {**LATENT, "num_nextn_predict_layers": 1},
+    },
+    "grouped": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}, "mappings": "grouped"},
+    "offset": {"family": "qwen3", "cut": {"tp": 2}, "mappings": "offset"},
+    "exporter": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}, "whole": True},
+}
+PUBLISH: dict[str, dict[str, Any]] = {
+    "published": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}},
+    "published-experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
+    "published-tied": {"family": "qwen3_tied", "cut": {"pp": 2}},
+    "published-bias": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
+    "published-offset": {"family": "qwen3", "cut": {"tp": 2}, "mappings": "offset"},
+    "overlapped": {"family": "qwen3", "cut": {"dp": 2}, "overlap": True, "dtype": "bfloat16"},
+}
+REFUSE: dict[str, dict[str, Any]] = {
+    "stages": {"family": "qwen3", "cut": {"pp": 2}},
+    "experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
+    "sizes": {"family": "qwen3", "cut": {"tp": 2}},
+    "talks": {"family": "qwen3", "cut": {"tp": 2}},
+    "swapped": {"family": "qwen3", "cut": {"tp": 2}},
+    "offloaded": {"family": "qwen3", "cut": {"tp": 2}},
+    "offloaded_later": {"family": "qwen3", "cut": {}},
+    "unmapped": {"family": "qwen3", "cut": {"tp": 2}},
+}
+
+
+def _cases() -> list[dict[str, Any]]:
+    learn = [{"name": f"learn-{name}", "play": "learn", **case} for name, case in LEARN.items()]
+    publish = [{"name": name, "play": "publish", **case} for name, case in PUBLISH.items()]
+    refuse = [{"name": f"refuse-{how}", "play": "refuse", "how": how, **case} for how, case in REFUSE.items()]
+    trillion = {"name": "trillion", "play": "trillion", "family": "qwen3", "cut": {}}
+    return [*learn, *publish, *refuse, trillion]
+
+
+class Scenes:
+    """What all ranks of all cases saw."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def of(self, name: str, ranks: int, *, reader: bool = False) -> list[dict[str, Any]]:
+        """Return what each rank of a case saw, a reader's last."""
+        found = []
+        for number in [*range(ranks), *([-1] if reader else [])]:
+            path = self._out / f"{name}-{number}.json"
+            errors = [p.read_text() for p in self._out.glob(f"{name}-*.error")]
+            assert path.is_file(), f"{path.name} is missing:\n" + "\n".join(errors)
+            found.append(json.loads(path.read_text()))
+        return found
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    """Play every case, in one process that imports the libraries once and forks their ranks."""
+    out = tmp_path_factory.mktemp("megatron")
+    (out / "cases.json").write_text(json.dumps(_cases()))
+    log = out / "log"
+    with log.open("w") as file:
+        subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-W",
+                "ignore",
+                "-m",
+                "tests.megatron.scene",
+                str(out / "cases.json"),
+                str(out),
+            ],
+            cwd=ROOT,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", "SYNCLINE_RUN_DIR": str(out / "run")},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=1400,
+            check=False,
+        )
+    return Scenes(out)
+
+
+def _ranks(case: dict[str, Any]) -> int:
+    return Cut(**case["cut"]).world
+
+
+@pytest.mark.parametrize("name", LEARN)
+def test_what_a_rank_learned_is_what_is_exported(scenes: Scenes, name: str) -> None:
+    told = scenes.of(f"learn-{name}", _ranks(LEARN[name]))
+    names = {one for rank in told for one in rank["names"]}
+    aliases = {alias: first for rank in told for alias, first in rank["aliases"].items()}
+    exported = set(told[0]["exported"])
+    assert {aliases.get(one, one) for one in names} == {aliases.get(one, one) for one in exported}
+    for rank in told:
+        assert rank["equal"] == rank["boxes"] > 0  # each held box equals the export, after a real step
+        if name != "exporter":
+            # coordinates land where the watch says; what is computed moves none
+            assert rank["probed"] == rank["elements"] - (256 if name == "offset" else 0)
+        assert list(rank["computed"]) == (["model.norm.weight"] if name == "offset" else [])
+
+
+def test_the_dtype_of_a_routers_bias_is_its_own(scenes: Scenes) -> None:
+    for rank in scenes.of("learn-latent", 2):
+        assert any(name.endswith("e_score_correction_bias") for name in rank["names"])
+        assert rank["dtypes"] == ["float32"]
+
+
+def test_stages_and_virtual_stages_number_layers_through(scenes: Scenes) -> None:
+    told = scenes.of("learn-virtual-stages", 2)
+    held = [{int(n.split(".")[2]) for n in rank["names"] if n.startswith("model.layers.")} for rank in told]
+    assert held == [{0, 2}, {1, 3}]
+
+
+def test_padding_of_the_vocabulary_is_not_published(scenes: Scenes) -> None:
+    told = scenes.of("learn-padded", 2)
+    assert told[0]["dropped"] == {}
+    assert sorted(told[1]["dropped"].values()) == [3, 3]
+
+
+def test_a_tied_copy_on_the_last_stage_is_a_replica(scenes: Scenes) -> None:
+    told = scenes.of("learn-tied", 4)
+    assert told[0]["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert told[2]["shared"] == ["lm_head.weight"]
+    predicting = scenes.of("learn-predicting", 4)
+    assert predicting[2]["shared"] == ["model.embed_tokens.weight"]
+
+
+def test_every_expert_is_held_once(scenes: Scenes) -> None:
+    held = [{n for n in rank["names"] if ".experts." in n} for rank in scenes.of("learn-experts", 2)]
+    assert held[0] & held[1] == set()
+    assert len(held[0] | held[1]) == 2 * 4 * 3
+
+
+def test_grouped_experts_are_boxes_of_one_tensor(scenes: Scenes) -> None:
+    for rank in scenes.of("learn-grouped", 2):
+        experts = [name for name in rank["names"] if ".experts." in name]
+        assert (
+            sorted(n.rpartition(".")[2] for n in experts) == ["down_proj", "down_proj"] + ["gate_up_proj"] * 2
+        )
+
+
+def test_an_offset_is_an_operation_of_the_bridges_own(scenes: Scenes) -> None:
+    for rank in scenes.of("learn-offset", 2):
+        assert [op.partition(".")[2] for op in rank["computed"]["model.norm.weight"]] == ["add_.Tensor"]
+
+
+@pytest.mark.parametrize("name", PUBLISH)
+def test_published_versions_arrive_bit_for_bit(scenes: Scenes, name: str) -> None:
+    *_, reader = scenes.of(name, _ranks(PUBLISH[name]), reader=True)
+    assert len(reader["versions"]) == 2
+    for version in reader["versions"]:
+        assert version["unequal"] == []
+        assert version["changed"] == version["tensors"] > 0  # every tensor moved in the step before
+        assert version["level"] == "installed"
+
+
+def test_an_overlapped_gather_is_finished_before_a_version_opens(scenes: Scenes) -> None:
+    told = scenes.of("overlapped", 2)
+    for rank in told:
+        assert all(count > 0 for count in rank["stale"])  # what the step left stale, publish made good
+        assert all(count > 0 for count in rank["mains"])  # compared with the optimizer's main parameters
+
+
+def _refused(scenes: Scenes, how: str) -> list[dict[str, Any]]:
+    return scenes.of(f"refuse-{how}", _ranks(REFUSE[how]))
+
+
+def test_two_stages_that_claim_one_layer(scenes: Scenes) -> None:
+    for told in _refused(scenes, "stages"):
+        assert told["kind"] == "AdapterError"
+        assert "two pipeline stages" in told["what"]
+        assert told["tensor"].startswith("model.layers.0.")
+
+
+def test_an_expert_with_two_owners(scenes: Scenes) -> None:
+    for told in _refused(scenes, "experts"):
+        assert "two owners of one expert" in told["what"]
+        assert ".experts." in told["tensor"]
+
+
+def test_sizes_that_do_not_divide(scenes: Scenes) -> None:
+    for told in _refused(scenes, "sizes"):
+        assert told["kind"] == "AdapterError"
+        assert "cannot be followed" in told["what"]
+        assert "linear_qkv" in told["tensor"]
+
+
+def test_a_mapping_that_communicates(scenes: Scenes) -> None:
+    for told in _refused(scenes, "talks"):
+        assert "communicates while it is probed" in told["what"]
+        assert "all_reduce" in told["found"]
+        assert "layernorm" in told["tensor"]
+
+
+def test_a_bridge_that_disagrees_with_itself(scenes: Scenes) -> None:
+    for told in _refused(scenes, "swapped"):
+        assert "disagrees with the exporter's own export" in told["what"]
+        assert told["tensor"].endswith(("gate_proj.weight", "up_proj.weight"))
+
+
+@pytest.mark.parametrize("how", ["offloaded", "offloaded_later"])
+def test_offloaded_parameters(scenes: Scenes, how: str) -> None:
+    for told in _refused(scenes, how):
+        assert told["kind"] == "AdapterError"
+        assert told["tensor"] == "0.embedding.word_embeddings.weight"
+
+
+def test_a_parameter_that_no_mapping_knows(scenes: Scenes) -> None:
+    for told in _refused(scenes, "unmapped"):
+        assert "does not know" in told["what"]
+        assert told["tensor"] == "0.novelty"
+
+
+def test_a_trillion_parameters_are_learned_in_seconds(scenes: Scenes) -> None:
+    told = scenes.of("trillion", 1)[0]
+    assert told["parameters"] == told["elements"] > 5_000_000_000  # all of this rank's share of the 32 x 8
+    assert told["layers"] == list(range(24, 32))
+    assert told["names"] > 8 * 384 * 3  # every expert of its stage, its peers' included
+    assert told["seconds"] < 5  # of one core
+    assert told["mib"] < 500
