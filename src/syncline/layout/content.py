@@ -91,7 +91,8 @@ class Content:
         for cluster in self._clusters[slice(*self._range(seen.a, seen.end))]:
             filled = run and cluster.numel == cluster.high - cluster.low
             if filled and rest and _contains(rest[-1], cluster.low, cluster.high):
-                pieces += (p._replace(map=p.map.shifted(seen.b - seen.a, 0)) for p in cluster.pieces)
+                by = seen.b - seen.a
+                pieces += (Piece(p.origin, p.map.shifted(by, 0), p.cast) for p in cluster.pieces)
                 rest = [*rest[:-1], *_without(rest[-1], cluster.low, cluster.high)]
                 continue
             for old in cluster.pieces:
@@ -173,6 +174,8 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
         groups: dict[tuple[int, str | None, tuple[Axis, ...]], list[Piece]] = {}
         for piece in current:
             groups.setdefault((id(piece.origin), piece.cast, piece.map.axes), []).append(piece)
+        if len(groups) == len(current):
+            return current
         joined = [piece for group in groups.values() for piece in _progressions(group)]
         if len(joined) == len(current):
             return joined

@@ -17,9 +17,10 @@ from syncline.errors import LayoutError
 from syncline.layout.content import UNWRITTEN, Piece, merged
 from syncline.layout.export import dtype_name
 from syncline.layout.lattice import Map, disjoint, split
+from syncline.layout.loader_modes import watching
 from syncline.layout.loader_threads import Carrier, carried
-from syncline.layout.loader_trace import Tracer, storage_key, watching
-from syncline.layout.pieces import boxes, lattice
+from syncline.layout.loader_trace import Tracer, storage_key
+from syncline.layout.pieces import Known, boxes, lattice
 from syncline.layout.recorded import Before, Weight
 from syncline.layout.recording import record
 from syncline.layout.replay import Output, Replay
@@ -154,6 +155,7 @@ class _Harvest:
         self._outputs: list[Output] = []
         self._holes: dict[str, tuple[Box, ...]] = {}
         self._live: dict[str, LiveSpec] = {}
+        self._known: Known = {}
 
     def gather(self, after: Mapping[str, torch.Tensor], rebound: tuple[str, ...]) -> LoaderTrace:
         """Return the trace, live tensors in their own order."""
@@ -207,7 +209,7 @@ class _Harvest:
             if piece.origin is UNWRITTEN or isinstance(piece.origin, Before):
                 holes.append(piece.map)
             elif (dtype := _stored(piece, dtype_name(tensor.dtype))) is not None:
-                writes += _writes(name, piece, dtype)
+                writes += _writes(name, piece, dtype, self._known)
             else:
                 self._outputs.append(Output(name, tensor.dtype, piece))
         if writes:
@@ -245,12 +247,12 @@ def _stored(piece: Piece, live: str) -> str | None:
     return live if piece.cast == live and has_cast(piece.origin.dtype, live) else None
 
 
-def _writes(live: str, piece: Piece, dtype: str) -> list[Write]:
+def _writes(live: str, piece: Piece, dtype: str, known: Known) -> list[Write]:
     weight = piece.origin
     if not isinstance(weight, Weight):
         raise LayoutError("a piece of no checkpoint tensor is no write", tensor=live)
     try:
-        found = list(boxes(piece.map, weight.shape))
+        found = list(boxes(piece.map, weight.shape, known))
     except LayoutError as error:
         raise LayoutError(
             f"{error.what}: {weight.name!r} in {live!r}", expected=error.expected, tensor=live

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that do nothing of their own when torch works on them."""
+
 
 class Kind(Enum):
     """What an operation does, as far as memory is concerned."""
@@ -147,16 +150,20 @@ class Copies:
     def copy_(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow ``copy_``, broadcasting and casting."""
         into, source = args[0], args[1]
-        if into.device.type != "meta":
+        if not into.is_meta:
             return NotImplemented
         if into.shape != source.shape:
             func(into, torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"))
             source = source.expand(into.shape)
+        return into if self.copied(into, source) else NotImplemented
+
+    def copied(self, into: torch.Tensor, source: torch.Tensor) -> bool:
+        """Follow a copy between tensors of one shape; False where it has to be computed."""
         moved = self._moved(source, into, into.dtype)
         if moved is None:
-            return NotImplemented
+            return False
         self._tracer.write(into, moved)
-        return into
+        return True
 
     def cat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow ``cat`` and ``stack`` of tensors of one dtype."""

@@ -1,4 +1,4 @@
-"""The dispatch mode of the loader trace: every operation of a loader, followed through weightless tensors.
+"""The bookkeeping of a loader trace: every operation of a loader, followed through weightless tensors.
 
 Views need no following: torch computes their offsets and strides on weightless tensors as on real ones.
 What is followed is memory: each storage has a `Content`, copies move pieces between contents, and any other
@@ -8,20 +8,18 @@ operation becomes a `Node` whose results are pieces of their own. Nothing here k
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from syncline.errors import LayoutError
 from syncline.layout.content import UNWRITTEN, Content, Origin, Piece, require_nested
 from syncline.layout.export import dtype_name
 from syncline.layout.lattice import Map
-from syncline.layout.loader_ops import OVERWRITES, Copies, Kind, copy_handler, kind_of, needs_values
+from syncline.layout.loader_modes import watching
+from syncline.layout.loader_ops import OVERWRITES, PLAIN, Copies, Kind, copy_handler, kind_of, needs_values
 from syncline.layout.recorded import Before, Constant, Node, Result, Scalar, Stranger, Value, Weight
 from syncline.layout.scalar import TracedScalar, number_of
 from syncline.layout.view import row_major
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
     from syncline.layout.loader import Spec
 
-_ITEM = torch.Tensor.item
+__all__ = ["Tracer", "storage_key", "tensors_in", "watching", "weights_behind"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -73,7 +71,7 @@ class Tracer:
         self._copies = Copies(self)
         for name, tensor in live.items():
             key = storage_key(tensor)
-            if tensor.device.type != "meta":
+            if not tensor.is_meta:
                 self._real.setdefault(key, name)
             elif key not in self._held:
                 self.hold(tensor, Before(name))
@@ -114,7 +112,7 @@ class Tracer:
 
     def pieces(self, tensor: torch.Tensor, stride: tuple[int, ...], offset: int = 0) -> list[Piece]:
         """Return what a tensor holds, its elements numbered by ``offset`` and ``stride``."""
-        if tensor.device.type != "meta":
+        if not tensor.is_meta:
             kept = Constant(tensor.detach().clone(memory_format=torch.contiguous_format))
             flat = zip(tensor.shape, row_major(tensor.shape), stride, strict=True)
             axes = [(n, to, at) for n, at, to in flat if to]
@@ -122,13 +120,14 @@ class Tracer:
         numel, own = tensor.numel(), tensor.stride()
         if numel == 0:
             return []
-        content = self.content(tensor)
+        content, start = self.content(tensor), int(tensor.storage_offset())
         if own == stride and tensor.is_contiguous():
-            view = Map.run(offset, int(tensor.storage_offset()), numel)
+            view, end = Map.run(offset, start, numel), start + numel
         else:
             flat = zip(tensor.shape, stride, own, strict=True)
-            view = Map.of(offset, int(tensor.storage_offset()), [axis for axis in flat if axis[1]])
-        if view.b_end > content.numel:
+            view = Map.of(offset, start, [axis for axis in flat if axis[1]])
+            end = view.b_end
+        if end > content.numel:
             raise self.refuse("a loader resizes a tensor", tuple(tensor.shape))
         found = content.read(view)
         for piece in found:
@@ -141,7 +140,6 @@ class Tracer:
         numel = tensor.numel()
         if numel == 0:
             return
-        key = storage_key(tensor)
         content = self.content(tensor)
         if tensor.is_contiguous():
             region = Map.run(int(tensor.storage_offset()), 0, numel)
@@ -150,7 +148,7 @@ class Tracer:
             region = Map.of(int(tensor.storage_offset()), 0, zip(tensor.shape, stride, stride, strict=True))
             require_nested(region, self.current)
         old = content.write(region, pieces)
-        if key in self._live_keys:
+        if old and storage_key(tensor) in self._live_keys:
             for piece in old:
                 if isinstance(piece.origin, Weight):
                     self.replaced[piece.origin.name] = self.current
@@ -176,19 +174,26 @@ class Tracer:
                     return done
             return self._compute(func, args, kwargs)
 
+    def copied(self, into: torch.Tensor, source: Any) -> bool:
+        """Follow ``into.copy_(source)`` of two plain weightless tensors of one shape; False if it is not."""
+        if type(source) not in PLAIN or not (into.is_meta and source.is_meta and into.shape == source.shape):
+            return False
+        with self.lock:
+            return self._copies.copied(into, source)
+
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         changed = self._changed(func, args, kwargs, leaves)
         for index in changed:
             self._refuse_real(func, leaves[index])
-        weightless = any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in leaves)
+        weightless = any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves)
         weightless |= any(isinstance(x, float) and number_of(x) is not None for x in leaves)
         if not weightless:
             out = func(*args, **kwargs)
-            if not any(x.device.type == "meta" for x in tensors_in(out)):
+            if not any(x.is_meta for x in tensors_in(out)):
                 return out
             return self._record(func, leaves, spec, changed, out)
-        if any(leaves[i].device.type != "meta" for i in changed):
+        if any(not leaves[i].is_meta for i in changed):
             raise self.refuse("a loader copies weights into memory of its own", func)
         args, kwargs = spec.unflatten(_on_meta(func, leaves))
         try:
@@ -209,7 +214,7 @@ class Tracer:
         out = func(*args, **kwargs)
         source: torch.Tensor = args[0]
         same = out.element_size() == source.element_size()
-        if same or source.device.type != "meta" or storage_key(source) in self._live_keys:
+        if same or not source.is_meta or storage_key(source) in self._live_keys:
             return out
         with self.lock:
             apart = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
@@ -335,51 +340,8 @@ def _on_meta(func: Any, leaves: list[Any]) -> list[Any]:
     for leaf in leaves:
         if isinstance(leaf, torch.device):
             moved.append(torch.device("meta"))
-        elif isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not (keep or leaf.ndim == 0):
+        elif isinstance(leaf, torch.Tensor) and not leaf.is_meta and not (keep or leaf.ndim == 0):
             moved.append(torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"))
         else:
             moved.append(leaf)
     return moved
-
-
-class _Dispatch(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave the handler as it is: wrapped, it would import the compiler, and cost time at every call."""
-        return False
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._tracer.dispatch(func, args, kwargs or {})
-
-
-class _Items(TorchFunctionMode):
-    """Catches ``Tensor.item``, whose answer has to survive in Python as something that can be recognised."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _ITEM and not self._tracer.closed:
-            tensor: torch.Tensor = args[0]
-            if tensor.device.type == "meta" and tensor.numel() == 1 and tensor.dtype != torch.bool:
-                return self._tracer.item(tensor)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-@contextmanager
-def watching(tracer: Tracer) -> Iterator[None]:
-    """Trace the operations of the current thread."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_Items(tracer))
-        stack.enter_context(_Dispatch(tracer))
-        yield

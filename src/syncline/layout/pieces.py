@@ -23,16 +23,31 @@ def lattice(sizes: Sequence[int], offset: int, strides: Sequence[int]) -> Map:
     return Map(offset, 0, tuple(sorted(axes, key=lambda axis: -axis.a)))
 
 
-def boxes(m: Map, shape: Sequence[int]) -> Iterator[tuple[Box, View]]:
+Known = dict[tuple[int, tuple[Axis, ...], tuple[int, ...]], list[tuple[Box, View]]]
+
+
+def boxes(m: Map, shape: tuple[int, ...], known: Known | None = None) -> Iterator[tuple[Box, View]]:
     """Yield the boxes of a row-major tensor on side b, each with the view of side a (storage 0).
 
     Args:
         m: elements of any storage (side a) and of the tensor (side b); repetitions of side b are told apart.
         shape: the tensor's shape.
+        known: what was found for other maps, which may differ from this one in where side a begins, as those
+            of many experts do; kept up.
 
     Raises:
         LayoutError: the elements are so scattered over the tensor that more than `LIMIT` boxes came out.
     """
+    known = {} if known is None else known
+    key = (m.b, m.axes, shape)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = list(_boxes(Map(0, m.b, m.axes), shape))
+    for box, view in found:
+        yield box, View(0, m.a + view.offset, view.shape, view.stride)
+
+
+def _boxes(m: Map, shape: tuple[int, ...]) -> Iterator[tuple[Box, View]]:
     if (whole := _rows(m, shape)) is not None:
         yield whole
         return
