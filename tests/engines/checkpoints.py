@@ -83,8 +83,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> Transformers' configuration class and its arguments."""
 
-DENSE = tuple(name for name in FAMILIES if name not in {"qwen3_moe", "gpt_oss", "deepseek_v3"})
-MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+EXPERTS: Mapping[str, int] = {"qwen3_moe": 4, "gpt_oss": 4, "deepseek_v3": 4}
+"""Families whose tokens choose among experts -> experts in a layer."""
 
 PROMPTS = (
     "the quick brown fox",
@@ -94,7 +94,7 @@ PROMPTS = (
     "zzzz yyyy xxxx wwww",
     "hello world",
 )
-"""Different enough that the tokens of every prompt set meet every expert of the tiny mixtures."""
+"""Different enough that their tokens meet every expert of the mixtures; `tests.engines.experts` counts."""
 
 
 def make(family: str, directory: Path | str, seed: int = 0, *, dtype: str = "bfloat16") -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ ROOT = HERE.parents[2]
 TOKENS = 12
 
 
-def environment(ranks: int = 1) -> dict[str, str]:
+def environment(ranks: int, run: Path) -> dict[str, str]:
     """Return the environment of a process that runs SGLang on this machine's cores."""
     paths = [str(STANDIN), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
@@ -25,7 +28,25 @@ def environment(ranks: int = 1) -> dict[str, str]:
         "SGLANG_NCCL_SO_PATH": "/nonexistent",  # else two schedulers load NCCL, which finds no GPU
         "TORCHDYNAMO_DISABLE": "1",  # compiling a router takes a minute
         "HF_HUB_OFFLINE": "1",
+        "SYNCLINE_RUN_DIR": str(run),
+        "XDG_CACHE_HOME": str(run / "cache"),  # where it is remembered which layouts stood the twin check
     }
+
+
+def spawn(command: list[str], environ: dict[str, str], log: Path, seconds: float) -> None:
+    """Run a command to its end, or until it is late; nothing that it started outlives it."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            file.write(f"\nended after {seconds:g} s\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -47,7 +68,7 @@ def start(directory: Path | str, ranks: int = 1, *, dtype: str = "bfloat16", **m
     """Start an engine in this process, which runs under `environment`; its schedulers get their own."""
     import sglang  # noqa: PLC0415 (tens of seconds, and only where it is installed)
 
-    arguments = ARGUMENTS | {"custom_weight_loader": ["sglang_poison.fill"]} | more
+    arguments = ARGUMENTS | {"custom_weight_loader": ["sglang_poison.fill", "sglang_probe.run"]} | more
     return sglang.Engine(model_path=str(directory), dtype=dtype, tp_size=ranks, **arguments)
 
 
@@ -70,18 +91,26 @@ def answers(engine: Any, prompts: tuple[str, ...] = PROMPTS) -> list[dict[str, A
 
 
 def poison(engine: Any, names: list[str]) -> None:
-    """Fill live tensors of every rank with NaN, by SGLang's own weight-update session."""
+    """Fill live tensors of every rank with NaN."""
+    _session(engine, names, "sglang_poison.fill")
+
+
+def probe(engine: Any, directory: Path) -> None:
+    """Let every rank write into a directory what the coordinate probe finds."""
+    _session(engine, [str(directory)], "sglang_probe.run")
+
+
+def _session(engine: Any, names: list[str], loader: str) -> None:
+    """Call a custom loader in every rank, by SGLang's own weight-update session."""
     import torch  # noqa: PLC0415
 
     done = [
         engine.begin_weight_update(),
-        engine.update_weights_from_tensor(
-            [(name, torch.zeros(1)) for name in names], load_format="sglang_poison.fill"
-        ),
+        engine.update_weights_from_tensor([(name, torch.zeros(1)) for name in names], load_format=loader),
         engine.end_weight_update(),
     ]
     if not all(success for success, _ in done):
-        raise RuntimeError(f"the engine was not poisoned: {done}")
+        raise RuntimeError(f"{loader} failed: {done}")
 
 
 def say(text: str) -> None:

@@ -96,7 +96,7 @@ class Server:
 def serving(checkpoint: Path, log: Path) -> Iterator[Server]:
     server = Server(checkpoint, log)
     try:
-        server.await_health(200)
+        server.await_health(600)
         yield server
     finally:
         server.close()
@@ -136,11 +136,16 @@ def main() -> None:
         say("a writer that lacks a tensor: refused")
 
         with Writer(a, options, job="served") as writer:
-            instance = SGLangInstance(server.url, instance="s", job="served", options=options)
             early = Options(**(JOB | {"update_timeout": 1.0}))
-            instance._options, kept = early, instance._options
+            instance = SGLangInstance(server.url, instance="s", job="served", options=options, hold=True)
+            instance._options = early
             seen["unpublished"] = told(instance.update)
-            instance._options = kept
+            seen["held"] = instance.paused
+            seen["asked"] = told(lambda: server.tokens(PROMPTS[0], timeout=3.0))
+            instance._options = options
+            instance.close()
+            instance = SGLangInstance(server.url, instance="s", job="served", options=options)
+            seen["goes_on"] = server.tokens(PROMPTS[0])
             writer.publish(1)
 
             seen["session"] = _with_session(server, instance)

@@ -8,12 +8,11 @@ Each part runs in a process of its own and writes what it saw as JSON; the tests
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.sglang.engine import answers, poison, say, start
+from tests.engines.sglang.engine import answers, poison, probe, say, start
 
 JOB = {"connect_timeout": 60.0, "update_timeout": 60.0, "stall": 30.0, "lease": 30.0}
 
@@ -59,6 +58,8 @@ def updated(checkpoints: dict[str, Path], ranks: int, out: Path) -> None:
             seen[version] = {"report": report.as_dict(), "answers": answers(engine)}
             say(f"updated: to {version}, {report.nbytes} bytes in {report.seconds['total']:.2f} s")
         instance.check_effective(checkpoints["b"])
+        probe(engine, out)
+        seen["probe"] = [json.loads((out / f"probe-{rank}.json").read_text()) for rank in range(ranks)]
         _write(out / "updated.json", seen)
         instance.close()
     engine.shutdown()
@@ -114,7 +115,6 @@ def _write(path: Path, what: object) -> None:
 
 def main() -> None:
     part, ranks, out, *directories = sys.argv[1:]
-    os.environ.setdefault("SYNCLINE_RUN_DIR", f"{out}/run")
     paths = [Path(directory) for directory in directories]
     if part == "fresh":
         fresh(paths[0], int(ranks), Path(out))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,18 +13,20 @@ import torch
 from safetensors.torch import load_file
 
 from syncline.verify.effective import compare
-from tests.engines import checkpoints
-from tests.engines.sglang.engine import ROOT, environment
+from tests.engines import checkpoints, experts
+from tests.engines.rows import Case, Notes, recorded
+from tests.engines.sglang.engine import environment, spawn
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2000),
     pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed here: make test-engines"),
 ]
 
+SECONDS = 900.0  # for one part of a scene
 FAST = [("qwen3", 1)]
 SLOW = [
     ("qwen2", 1),
@@ -37,38 +38,76 @@ SLOW = [
     ("qwen3_moe", 2),
     ("deepseek_v3", 2),
 ]
-EXPERTS = {"qwen3_moe": 4, "deepseek_v3": 4}
 
 
 @dataclass
 class Scene:
     """What the two engines of one family left behind."""
 
-    family: str
-    ranks: int
+    case: Case
     out: Path
     fresh: dict[str, Any]
     updated: dict[str, Any]
+    experts: str = ""
 
     def dump(self, which: str, rank: int) -> dict[str, torch.Tensor]:
         return load_file(self.out / which / f"rank-{rank}.safetensors")
 
+    def answers(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return (expected, found) of every prompt, for both versions."""
+        fresh = {"a": self.fresh["answers"], "b": self.updated["fresh"]["answers"]}
+        return [pair for v in "ab" for pair in zip(fresh[v], self.updated[v]["answers"], strict=True)]
+
 
 def _cases() -> list[Any]:
-    fast = [pytest.param(case, id=f"{case[0]}-tp{case[1]}") for case in FAST]
-    slow = [pytest.param(case, id=f"{case[0]}-tp{case[1]}", marks=pytest.mark.slow) for case in SLOW]
-    return fast + slow
+    fast, slow = ([Case("sglang", *case, "bfloat16") for case in cases] for cases in (FAST, SLOW))
+    return [pytest.param(case, id=str(case)) for case in fast] + [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in slow
+    ]
 
 
 @pytest.fixture(scope="module", params=_cases())
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    family, ranks = request.param
-    out = tmp_path_factory.mktemp(f"{family}-{ranks}")
-    made = [checkpoint(family, out / name, seed) for seed, name in enumerate("ab")]
-    for part in ("fresh", "updated"):
-        run(part, ranks, out, *made)
-    read = [json.loads((out / f"{name}.json").read_text()) for name in ("fresh-a", "updated")]
-    return Scene(family, ranks, out, *read)
+    case: Case = request.param
+    out = tmp_path_factory.mktemp(f"{case.model}-{case.ranks}")
+    with recorded(case) as notes:
+        made = [checkpoint(case.model, out / name, seed) for seed, name in enumerate("ab")]
+        for part in ("fresh", "updated"):
+            run(part, case.ranks, out, *made)
+        read = [json.loads((out / f"{name}.json").read_text()) for name in ("fresh-a", "updated")]
+        found = Scene(case, out, *read)
+        _note(notes, found, made)
+    return found
+
+
+def _note(notes: Notes, scene: Scene, made: list[Path]) -> None:
+    counts = ("tensors", "traced", "replayed", "derived", "local")
+    notes.add(**{name: sum(facts[name] for facts in scene.updated["facts"]) for name in counts})
+    notes.add(probed=sum(told["probed"] for told in scene.updated["probe"]))
+    notes.add(equal=min(_equal(scene, version) for version in "ab"))
+    steps = [pair for expected, found in scene.answers() for pair in _steps(expected, found)]
+    notes.add(tokens=len(steps), same=sum(expected == found for expected, found in steps))
+    answered = [
+        (directory, [answer["tokens"] for answer in scene.updated[version]["answers"]])
+        for directory, version in zip(made, "ab", strict=True)
+    ]
+    scene.experts = experts.met(scene.case.model, answered)
+    notes.add(experts=scene.experts)
+
+
+def _equal(scene: Scene, version: str) -> int:
+    """Return how many live tensors, of all ranks, have a fresh engine's bits."""
+    reports = [
+        compare(scene.dump(f"updated-{version}", rank), scene.dump(f"fresh-{version}", rank))
+        for rank in range(scene.case.ranks)
+    ]
+    return sum(report.tensors - len(report.diffs) for report in reports)
+
+
+def _steps(expected: dict[str, Any], found: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return (expected, found) of every generated token with the log-probabilities of its step."""
+    both = [zip(one["tokens"], one["logprobs"], one["top"], strict=True) for one in (expected, found)]
+    return list(zip(*both, strict=True))
 
 
 def checkpoint(family: str, directory: Path, seed: int) -> Path:
@@ -106,25 +145,15 @@ def run(part: str, ranks: int, out: Path, *made: Path) -> None:
         str(out),
         *map(str, made),
     ]
-    log = out / f"{part}.log"
-    with log.open("w") as file:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(ranks) | {"SYNCLINE_RUN_DIR": str(out / "run")},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=420,
-            check=False,
-        )
+    spawn(command, environment(ranks, out / "run"), out / f"{part}.log", SECONDS)
     assert (out / {"fresh": "fresh-a.json", "updated": "updated.json"}[part]).is_file(), (
-        f"{part} ended with {done.returncode}:\n" + "\n".join(log.read_text().splitlines()[-40:])
+        f"{part} failed:\n" + "\n".join((out / f"{part}.log").read_text().splitlines()[-40:])
     )
 
 
 def test_every_tensor_equals_a_fresh_engines(scene: Scene) -> None:
     for version in "ab":
-        for rank in range(scene.ranks):
+        for rank in range(scene.case.ranks):
             fresh, live = scene.dump(f"fresh-{version}", rank), scene.dump(f"updated-{version}", rank)
             report = compare(live, fresh)
             assert not report.diffs, "\n".join(map(str, report.diffs[:5]))
@@ -132,21 +161,19 @@ def test_every_tensor_equals_a_fresh_engines(scene: Scene) -> None:
 
 
 def test_the_two_versions_differ_in_every_synced_tensor(scene: Scene) -> None:
-    for rank in range(scene.ranks):
+    for rank in range(scene.case.ranks):
         a, b = scene.dump("fresh-a", rank), scene.dump("fresh-b", rank)
         same = [name for name in scene.updated["spoiled"] if torch.equal(a[name], b[name])]
         assert same == []
 
 
 def test_tokens_and_log_probabilities_equal_a_fresh_engines(scene: Scene) -> None:
-    fresh = {"a": scene.fresh["answers"], "b": scene.updated["fresh"]["answers"]}
-    for version in "ab":
-        told = scene.updated[version]["answers"]
-        for expected, found in zip(fresh[version], told, strict=True):
-            assert found["tokens"] == expected["tokens"]
-            assert found["logprobs"] == expected["logprobs"]
-            assert found["top"] == expected["top"]
-    assert [x["tokens"] for x in fresh["a"]] != [x["tokens"] for x in fresh["b"]]
+    for expected, found in scene.answers():
+        assert found["tokens"] == expected["tokens"]
+        assert found["logprobs"] == expected["logprobs"]
+        assert found["top"] == expected["top"]
+    a, b = (scene.updated[version]["answers"] for version in "ab")
+    assert [x["tokens"] for x in a] != [x["tokens"] for x in b]
 
 
 def test_answers_carry_the_version(scene: Scene) -> None:
@@ -163,7 +190,7 @@ def test_every_live_tensor_is_explained(scene: Scene) -> None:
         synced = {name for kind, held in status.values() if kind == "synced" for name in held}
         assert synced == names, names - synced
         derived = {name for name, (kind, _) in status.items() if kind == "derived"}
-        assert bool(derived) == (scene.family == "deepseek_v3")
+        assert bool(derived) == (scene.case.model == "deepseek_v3")
         assert set(scene.updated["spoiled"]) >= derived
 
 
@@ -176,37 +203,14 @@ def test_a_whole_update_moved_every_byte(scene: Scene) -> None:
         assert report["nbytes"] >= sum(t.nbytes for t in checkpoints.tensors(scene.out / version).values())
 
 
+def test_the_layout_stands_the_twin_check_and_the_probe(scene: Scene) -> None:
+    for told, facts in zip(scene.updated["probe"], scene.updated["facts"], strict=True):
+        assert told["checked"] > 0
+        assert told["probed"] == facts["traced"] + facts["replayed"]
+
+
 def test_the_prompts_reach_every_expert(scene: Scene) -> None:
-    if scene.family not in EXPERTS:
+    wanted = checkpoints.EXPERTS.get(scene.case.model)
+    if wanted is None:
         pytest.skip("a dense model")
-    for version in "ab":
-        reached = _experts(scene.out / version, scene.updated[version]["answers"])
-        assert reached
-        for layer, experts in reached.items():
-            assert len(experts) == EXPERTS[scene.family], f"{version}, {layer}: {sorted(experts)}"
-
-
-def _experts(directory: Path, told: list[dict[str, Any]]) -> dict[str, set[int]]:
-    """Return, by layer, the experts that Transformers' model of a checkpoint meets on prompts and answers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 (heavy)
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    reached: dict[str, set[int]] = {}
-
-    def note(name: str) -> Any:
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = [
-                x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dtype == torch.int64
-            ]
-            reached.setdefault(name, set()).update(chosen[0].flatten().tolist())
-
-        return hook
-
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(note(name), with_kwargs=True)
-    with torch.no_grad():
-        for prompt, answer in zip(checkpoints.PROMPTS, told, strict=True):
-            model(torch.tensor([tokenizer(prompt)["input_ids"] + answer["tokens"]]))
-    return reached
+    assert scene.experts == f"{wanted}/{wanted}"

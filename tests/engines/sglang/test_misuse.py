@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engines import checkpoints
-from tests.engines.sglang.engine import ROOT, environment
+from tests.engines.sglang.engine import environment, spawn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed here: make test-engines"),
 ]
 
@@ -28,16 +27,8 @@ pytestmark = [
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out: Path = tmp_path_factory.mktemp("misuse")
     made = [checkpoints.make("qwen3", out / name, seed) for seed, name in enumerate("ab")]
-    with (out / "log").open("w") as log:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang.misuse", str(out), *map(str, made)],
-            cwd=ROOT,
-            env=environment() | {"SYNCLINE_RUN_DIR": str(out / "run")},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=420,
-            check=False,
-        )
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang.misuse", str(out), *map(str, made)]
+    spawn(command, environment(1, out / "run"), out / "log", 900.0)
     assert (out / "misuse.json").is_file(), (out / "log").read_text()[-4000:]
     return json.loads((out / "misuse.json").read_text())
 
@@ -61,6 +52,12 @@ def test_a_writer_that_lacks_a_tensor_is_refused_at_connect_by_name(seen: dict[s
 
 def test_a_version_that_nobody_published_is_waited_for_in_vain(seen: dict[str, Any]) -> None:
     assert seen["unpublished"]["kind"] == "DeadlineError"
+
+
+def test_an_engine_held_until_its_first_version_serves_nobody(seen: dict[str, Any]) -> None:
+    assert seen["held"]
+    assert seen["asked"]["kind"] == "TimeoutError"
+    assert seen["goes_on"]["tokens"] == seen["fresh"][0]["tokens"]
 
 
 def test_a_session_of_somebody_else_is_refused(seen: dict[str, Any]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from syncline.adapters.sglang import commands, layout, postload, staging
+from syncline.adapters.sglang import commands, host, layout, postload, staging
+from syncline.adapters.sglang.adapter import SGLangAdapter
 from syncline.adapters.sglang.errands import Errands
 from syncline.adapters.sglang.tensors import Geometry, slots, values
 from syncline.adapters.sglang.twin import Learned
@@ -336,3 +338,32 @@ def test_an_engine_without_the_plugin_is_named() -> None:
     with pytest.raises(ProtocolError, match="plug-in") as caught:
         commands.decode_reply("Unknown load_format=syncline")
     assert "Unknown load_format=syncline" in str(caught.value)
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, *, draft: object = None, stages: int = 1) -> Any:
+    """Return what a host checks before it joins, on an engine that is not there."""
+    parallel = SimpleNamespace(pp_size=stages)
+    monkeypatch.setattr(host, "srt", lambda _name: SimpleNamespace(get_parallel=lambda: parallel))
+    return host.Host(SimpleNamespace(draft_worker=draft))._check_joinable
+
+
+def test_a_draft_model_is_refused_unless_it_is_to_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = joining(monkeypatch, draft="a draft")
+    with pytest.raises(AdapterError, match="draft model") as caught:
+        check(commands.Join(instance="i"))
+    assert "frozen_draft=True" in str(caught.value)
+    check(commands.Join(instance="i", frozen_draft=True))
+    joining(monkeypatch)(commands.Join(instance="i"))
+
+
+def test_pipeline_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AdapterError, match="pipeline stages"):
+        joining(monkeypatch, stages=2)(commands.Join(instance="i"))
+
+
+def test_a_refused_flush_is_an_error() -> None:
+    adapter: Any = SGLangAdapter.__new__(SGLangAdapter)
+    adapter.rank, adapter._errands, adapter._flush = 1, Errands(), lambda: False
+    with pytest.raises(AdapterError, match="refused to flush") as caught:
+        adapter._errands.serve(adapter.flush_caches)
+    assert caught.value.rank == "rank 1"

@@ -1,16 +1,19 @@
-"""One engine and one trainer in a process of their own: ``python -m tests.engines.vllm.scene CASE``.
+"""Engines and a trainer in a process of their own: ``python -m tests.engines.vllm.scene < CASES``.
 
-CASE is JSON: ``out``, ``old``, ``versions`` (checkpoint directories), ``tp``, ``dtype``, ``eager``. The scene
-writes what it saw, as JSON, into ``out``.
+A case is a line of JSON: ``out``, ``log``, ``run`` (its directories and files), ``versions`` (checkpoint
+directories), ``tp``, ``dtype``, ``eager``, ``play``. A scene writes what it saw, as JSON, into ``out``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +30,7 @@ from tests.engines.vllm import hands
 from tests.store.pair import module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 OPTIONS = Options(connect_timeout=60.0, update_timeout=60.0, stall=30.0)
 JOB = "scene"
@@ -37,17 +40,23 @@ def engine(directory: str, case: dict[str, Any], **more: Any) -> Any:
     """Start vLLM in this process."""
     from vllm import LLM  # noqa: PLC0415 (heavy)
 
-    return LLM(
-        model=directory,
-        dtype=case["dtype"],
-        enforce_eager=case.get("eager", True),
-        max_model_len=128,
-        max_num_seqs=8,
-        seed=0,
-        tensor_parallel_size=case["tp"],
-        enable_prefix_caching=True,
-        **more,
-    )
+    # vLLM's start looks into every object of every module, and stumbles over that by which numba calls LLVM
+    aside = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        return LLM(
+            model=directory,
+            dtype=case["dtype"],
+            enforce_eager=case.get("eager", True),
+            max_model_len=128,
+            max_num_seqs=8,
+            seed=0,
+            tensor_parallel_size=case["tp"],
+            enable_prefix_caching=True,
+            **more,
+        )
+    finally:
+        if aside is not None:
+            sys.modules["llvmlite.binding.ffi"] = aside
 
 
 def stop(llm: Any) -> None:
@@ -73,8 +82,12 @@ def answers(llm: Any) -> list[dict[str, Any]]:
 class Trainer:
     """A trainer rank that holds a checkpoint's tensors."""
 
-    def __init__(self, directory: str, *, drop: str | None = None, job: str = JOB) -> None:
+    def __init__(
+        self, directory: str, *, drop: str | None = None, add: str | None = None, job: str = JOB
+    ) -> None:
         held = {n: t.clone() for n, t in checkpoints.tensors(directory).items() if n != drop}
+        if add is not None:
+            held[add] = torch.ones(4)
         self._adapter = FSDPTrainer(module(held), rank=0, world=1)
         self.writer = WeightWriter(self._adapter, job=job, options=OPTIONS)
 
@@ -89,41 +102,43 @@ class Trainer:
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Compare an engine that is poisoned and updated, twice, with fresh ones."""
+    """Compare an engine that is poisoned and updated, twice, with fresh ones.
+
+    The engine is started on the second version's checkpoint: until it is poisoned, it is a fresh one itself.
+    """
+    a, b = case["versions"]
     seen: dict[str, Any] = {"fresh": [], "updated": []}
-    for directory in case["versions"]:
-        llm = engine(directory, case)
-        seen["fresh"].append(answers(llm))
-        stop(llm)
-        del llm
-        gc.collect()
-    llm = engine(case["old"], case, weight_transfer_config={"backend": "syncline"})
-    seen["old"] = answers(llm)
-    trainer = Trainer(case["versions"][0])
+    llm = engine(a, case)
+    seen["fresh"].append(facts(llm))
+    stop(llm)
+    del llm
+    gc.collect()
+    llm = engine(b, case, weight_transfer_config={"backend": "syncline"})
+    seen["fresh"].append(facts(llm))
+    trainer = Trainer(a)
     instance = VLLMInstance(llm, job=JOB, options=OPTIONS)
     try:
         before = llm.collective_rpc(hands.pointers)
-        for number, directory in enumerate(case["versions"], 1):
+        for number, directory in enumerate((a, b), 1):
             poisoned = llm.collective_rpc(hands.poison)
             llm.reset_prefix_cache()
-            spoiled = answers(llm)
+            spoiled = facts(llm)
             trainer.publish(number, directory)
             report = instance.update(number, verify="installed" if number == 1 else "delivered")
-            told = answers(llm)
-            instance.check_effective(directory)
             seen["updated"].append(
                 {
                     "key": str(report.key),
                     "changed": report.changed,
                     "seconds": dict(report.seconds),
-                    "answers": told,
                     "poisoned": poisoned,
-                    "spoiled": [x["tokens"] for x in spoiled],
+                    "spoiled": spoiled,
+                    **facts(llm),
                 }
             )
-        seen["ranks"] = llm.collective_rpc(hands.describe, args=(case["old"],))
+        seen["ranks"] = llm.collective_rpc(hands.describe, args=(a,))
         seen["moved"] = before != llm.collective_rpc(hands.pointers)
-        seen["wrong"] = refusal(lambda: instance.check_effective(case["old"]))
+        instance.check_effective(b)
+        seen["wrong"] = refusal(lambda: instance.check_effective(a))
         seen["stale"] = refusal(lambda: instance.update(1, timeout=5))
         seen["after"] = [x["tokens"] for x in answers(llm)]
         instance.close()
@@ -131,6 +146,11 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
         trainer.writer.close()
         stop(llm)
     return seen
+
+
+def facts(llm: Any) -> dict[str, Any]:
+    """Return what an engine answers, and a digest of each live tensor of each rank."""
+    return {"answers": answers(llm), "digests": llm.collective_rpc(hands.digests)}
 
 
 def misuse(case: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +170,20 @@ def misuse(case: dict[str, Any]) -> dict[str, Any]:
     seen["dropped"] = name
     seen["too little"] = refusal(lambda: VLLMInstance(llm, job="short", options=OPTIONS))
     short.writer.close()
+    more = Trainer(a, add=case["ignored"], job="more")
+    seen["ignored"] = refusal(lambda: VLLMInstance(llm, job="more", options=OPTIONS))
+    VLLMInstance(llm, job="more", options=OPTIONS, extras=[case["ignored"]]).close()
+    more.writer.close()
     trainer = Trainer(a)
+    llm.collective_rpc(hands.grow)
+    seen["grown"] = refusal(lambda: VLLMInstance(llm, job=JOB, options=OPTIONS))
+    VLLMInstance(llm, job=JOB, options=OPTIONS, local=["grown"]).close()
+    llm.collective_rpc(hands.grow, kwargs={"back": True})
+    with unrepeatable():
+        seen["unrepeatable"] = refusal(lambda: VLLMInstance(llm, job=JOB, options=OPTIONS))
+    with VLLMInstance(llm, job=JOB, options=OPTIONS, hold=True) as held:
+        refused = refusal(lambda: held.update(timeout=2))
+        seen["held"] = refused.get("kind") == "DeadlineError" and held.paused
     instance = VLLMInstance(llm, job=JOB, options=OPTIONS)
     seen["before any version"] = refusal(lambda: instance.update(timeout=2))
     seen["unpublished"] = refusal(lambda: instance.update(7, timeout=2))
@@ -176,6 +209,47 @@ def misuse(case: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+@contextlib.contextmanager
+def unrepeatable() -> Iterator[None]:
+    """Let vLLM's linear layers transform their weights in another way each time."""
+    method = import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+    kept, count = method.process_weights_after_loading, itertools.count(2)
+
+    def process(self: Any, layer: Any) -> None:
+        layer.weight.data.mul_(next(count))
+        kept(self, layer)
+
+    method.process_weights_after_loading = process
+    try:
+        yield
+    finally:
+        method.process_weights_after_loading = kept
+
+
+def draft(case: dict[str, Any]) -> dict[str, Any]:
+    """Update an engine that speculates with a draft model; only where the draft may stay behind."""
+    a, b = case["versions"]
+    llm = engine(b, case)
+    fresh = [x["tokens"] for x in answers(llm)]
+    stop(llm)
+    del llm
+    gc.collect()
+    speculative = {"method": "draft_model", "model": case["draft"], "num_speculative_tokens": 2}
+    llm = engine(a, case, weight_transfer_config={"backend": "syncline"}, speculative_config=speculative)
+    before = llm.collective_rpc(hands.draft_digests)
+    trainer = Trainer(b)
+    seen: dict[str, Any] = {"refused": refusal(lambda: VLLMInstance(llm, job=JOB, options=OPTIONS))}
+    trainer.publish(1, b)
+    with VLLMInstance(llm, job=JOB, options=OPTIONS, frozen_draft=True) as instance:
+        instance.update(1)
+        instance.check_effective(b)
+        seen["same"] = [x["tokens"] for x in answers(llm)] == fresh
+    seen["draft"] = [before, llm.collective_rpc(hands.draft_digests)]
+    trainer.writer.close()
+    stop(llm)
+    return seen
+
+
 def refusal(action: Callable[[], object]) -> dict[str, Any]:
     """Return the error that an action raises, as its parts; empty if it raises none."""
     began = time.monotonic()
@@ -189,10 +263,22 @@ def refusal(action: Callable[[], object]) -> dict[str, Any]:
     return {}
 
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
+def serve() -> None:
+    """Play the scenes that come, one a line, until there are no more."""
     torch.set_num_threads(1)
-    play = {"main": main, "misuse": misuse}[given.get("play", "main")]
-    Path(given["out"]).write_text(json.dumps(play(given)))
-    sys.stdout.flush()
+    for line in sys.stdin:
+        case = json.loads(line)
+        with Path(case["log"]).open("a") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ["SYNCLINE_RUN_DIR"] = case["run"]
+        seen = {"main": main, "misuse": misuse, "draft": draft}[case.get("play", "main")](case)
+        gc.collect()
+        part = Path(case["out"] + ".part")
+        part.write_text(json.dumps(seen))
+        part.rename(case["out"])
+
+
+if __name__ == "__main__":
+    serve()
     os._exit(0)  # vLLM's own teardown may hang or warn; everything of ours is closed

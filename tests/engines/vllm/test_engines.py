@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engines import checkpoints
+from tests.engines import checkpoints, experts
+from tests.engines.rows import Case, Notes, recorded
 from tests.engines.vllm.running import needs_vllm, play
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), needs_vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), needs_vllm]
 
-FAST = [("qwen3", 1, "float32"), ("qwen3_moe", 1, "float32"), ("qwen3", 2, "float32")]
+FAST = [("qwen3_moe", 1, "float32"), ("qwen3", 2, "float32")]
 SLOW = [
     *((family, 1, "float32") for family in ("qwen2", "qwen3_tied", "llama", "gpt_oss", "deepseek_v3")),
     *((family, 1, "bfloat16") for family in ("qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2")),
@@ -30,60 +31,114 @@ SLOW = [
 class Scene:
     """What one family's engines said."""
 
-    family: str
-    ranks: int
+    case: Case
     names: set[str]
     seen: dict[str, Any]
 
+    def pairs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return (fresh, updated) for each version."""
+        return list(zip(self.seen["fresh"], self.seen["updated"], strict=True))
+
 
 def _cases() -> list[Any]:
-    fast = [pytest.param(case, id="-".join(map(str, case))) for case in FAST]
-    return fast + [pytest.param(case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in SLOW]
+    fast = [Case("vllm", *case) for case in FAST]
+    slow = [Case("vllm", *case) for case in SLOW]
+    return [pytest.param(case, id=str(case)) for case in fast] + [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in slow
+    ]
 
 
 @pytest.fixture(scope="module", params=_cases())
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    family, ranks, dtype = request.param
-    out: Path = tmp_path_factory.mktemp(f"{family}-{ranks}")
-    old, a, b = (
-        str(checkpoints.make(family, out / name, seed)) for seed, name in enumerate(("old", "a", "b"))
-    )
-    seen = play(out, ranks, dtype=dtype, old=old, versions=[a, b])
-    return Scene(family, ranks, set(checkpoints.tensors(a)), seen)
+    case: Case = request.param
+    out: Path = tmp_path_factory.mktemp(f"{case.model}-{case.ranks}")
+    made = [checkpoints.make(case.model, out / name, seed) for seed, name in enumerate("ab")]
+    with recorded(case) as notes:
+        seen = play(out, case.ranks, dtype=case.dtype, versions=list(map(str, made)))
+        found = Scene(case, set(checkpoints.tensors(made[0])), seen)
+        _note(notes, found, made)
+    return found
+
+
+def _note(notes: Notes, scene: Scene, made: list[Path]) -> None:
+    counts = ("tensors", "traced", "replayed", "probed", "derived", "local")
+    notes.add(**{name: sum(told[name] for told in scene.seen["ranks"]) for name in counts})
+    notes.add(equal=min(_equal(scene, fresh, updated) for fresh, updated in scene.pairs()))
+    steps = [step for fresh, updated in scene.pairs() for step in _steps(fresh, updated)]
+    notes.add(tokens=len(steps), same=sum(expected == found for expected, found in steps))
+    answered = [
+        (directory, [answer["tokens"] for answer in updated["answers"]])
+        for directory, (_, updated) in zip(made, scene.pairs(), strict=True)
+    ]
+    scene.seen["experts"] = experts.met(scene.case.model, answered)
+    notes.add(experts=scene.seen["experts"])
+
+
+def _equal(scene: Scene, fresh: dict[str, Any], updated: dict[str, Any]) -> int:
+    """Return how many live tensors, of all ranks, have a fresh engine's bits; second names do not count."""
+    found = 0
+    for told, expected, held in zip(scene.seen["ranks"], fresh["digests"], updated["digests"], strict=True):
+        found += sum(name in expected and held.get(name) == expected[name] for name in told["status"])
+    return found
+
+
+def _steps(fresh: dict[str, Any], updated: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return (expected, found) of every generated token with the log-probabilities of its step."""
+    return [
+        pair
+        for expected, found in zip(fresh["answers"], updated["answers"], strict=True)
+        for pair in zip(
+            zip(expected["tokens"], expected["logprobs"], strict=True),
+            zip(found["tokens"], found["logprobs"], strict=True),
+            strict=True,
+        )
+    ]
 
 
 def test_tokens_and_log_probabilities_equal_a_fresh_engines(scene: Scene) -> None:
-    for fresh, updated in zip(scene.seen["fresh"], scene.seen["updated"], strict=True):
-        for expected, found in zip(fresh, updated["answers"], strict=True):
+    for fresh, updated in scene.pairs():
+        for expected, found in zip(fresh["answers"], updated["answers"], strict=True):
             assert found["tokens"] == expected["tokens"]
             assert found["logprobs"] == expected["logprobs"]
 
 
+def test_every_live_tensor_equals_a_fresh_engines(scene: Scene) -> None:
+    for fresh, updated in scene.pairs():
+        for expected, found in zip(fresh["digests"], updated["digests"], strict=True):
+            assert found.keys() == expected.keys()
+            assert [name for name in expected if found[name] != expected[name]] == []
+
+
 def test_the_poison_and_the_versions_are_told_apart(scene: Scene) -> None:
-    a, b = ([answer["tokens"] for answer in fresh] for fresh in scene.seen["fresh"])
-    old = [answer["tokens"] for answer in scene.seen["old"]]
+    a, b = ([answer["tokens"] for answer in fresh["answers"]] for fresh in scene.seen["fresh"])
     assert a != b
-    assert old not in (a, b)
-    for fresh, updated in zip((a, b), scene.seen["updated"], strict=True):
-        assert updated["spoiled"] != fresh
+    for fresh, updated in scene.pairs():
+        spoiled = updated["spoiled"]
+        assert [answer["tokens"] for answer in spoiled["answers"]] not in (a, b)
+        for rank, told in enumerate(scene.seen["ranks"]):
+            synced = {n for n, (kind, names) in told["status"].items() if kind == "synced" and names}
+            before, after = fresh["digests"][rank], spoiled["digests"][rank]
+            assert [name for name in synced & before.keys() if before[name] == after[name]] == []
 
 
 def test_every_live_tensor_was_spoiled_and_is_explained(scene: Scene) -> None:
-    assert len(scene.seen["ranks"]) == scene.ranks
+    assert len(scene.seen["ranks"]) == scene.case.ranks
     for rank, told in enumerate(scene.seen["ranks"]):
         kinds = {name: kind for name, (kind, _) in told["status"].items()}
         synced = {name for kind, names in told["status"].values() if kind == "synced" for name in names}
         assert synced == scene.names
         assert told["unused"] == []
+        assert told["tensors"] == told["traced"] + told["replayed"] + told["derived"] + told["local"]
         for updated in scene.seen["updated"]:
             assert set(updated["poisoned"][rank]) == {name for name, kind in kinds.items() if kind != "local"}
-        assert ("derived" in kinds.values()) == (scene.family == "deepseek_v3")
+        assert ("derived" in kinds.values()) == (scene.case.model == "deepseek_v3")
 
 
-def test_the_layout_stands_the_twin_check(scene: Scene) -> None:
+def test_the_layout_stands_the_twin_check_and_the_probe(scene: Scene) -> None:
     for told in scene.seen["ranks"]:
-        assert told["world"] == scene.ranks
+        assert told["world"] == scene.case.ranks
         assert told["checked"] > 0
+        assert told["probed"] == told["traced"] + told["replayed"]
         assert told["arena"] < told["bytes"]
 
 
@@ -104,4 +159,11 @@ def test_errors_arrive_whole_and_leave_the_engine_usable(scene: Scene) -> None:
     assert scene.seen["stale"]["kind"] == "StaleVersionError"
     assert scene.seen["wrong"]["kind"] == "EffectiveMismatchError"
     assert scene.seen["wrong"]["tensor"]
-    assert scene.seen["after"] == [answer["tokens"] for answer in scene.seen["fresh"][-1]]
+    assert scene.seen["after"] == [answer["tokens"] for answer in scene.seen["fresh"][-1]["answers"]]
+
+
+def test_the_prompts_reach_every_expert(scene: Scene) -> None:
+    wanted = checkpoints.EXPERTS.get(scene.case.model)
+    if wanted is None:
+        pytest.skip("a dense model")
+    assert scene.seen["experts"] == f"{wanted}/{wanted}"

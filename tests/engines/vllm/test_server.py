@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), needs_vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), needs_vllm]
 
-START = 240.0
+START = 600.0
 
 
 class Server:
@@ -46,12 +46,19 @@ class Server:
             "--max-model-len",
             "128",
         ]
-        command += ["--max-num-seqs", "4", *options]
+        command += ["--max-num-seqs", "4", "--enable-scale-out", *options]
         self._log = log.open("w")
         environ = environment(1, log.parent / "run") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environ, stdout=self._log, stderr=subprocess.STDOUT
         )
+        try:
+            self._await(log)
+        except BaseException:
+            self.close()
+            raise
+
+    def _await(self, log: Path) -> None:
         until = time.monotonic() + START
         while not self._up():
             assert self.process.poll() is None, log.read_text()[-3000:]
@@ -74,16 +81,20 @@ class Server:
         with self.post("/v1/completions", wanted | {"return_token_ids": True, "logprobs": 2}) as reply:
             return json.load(reply)["choices"][0]
 
-    def stream(self, prompt: str, tokens: int) -> tuple[int, str]:
-        """Return how many chunks came, and why the stream ended."""
-        wanted = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        chunks, reason = 0, ""
-        with self.post("/v1/completions", wanted | {"stream": True}) as reply:
+    def stream(self, tokens: list[int], count: int) -> tuple[int, str, list[str]]:
+        """Stream an answer; return how many tokens came, why it ended, and the versions that sampled them."""
+        wanted = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+        body = {"model": "m", "token_ids": tokens, "sampling_params": wanted, "stream": True}
+        got, reason, versions = 0, "", []
+        with self.post("/inference/v1/generate", body) as reply:
             for line in reply:
-                if line.startswith(b"data: {"):
-                    chunks += 1
-                    reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
-        return chunks, reason
+                if not line.startswith(b"data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    got += len(choice["token_ids"] or ())
+                    reason = choice["finish_reason"] or reason
+                    versions += [span["version"] for span in choice["weight_versions"] or ()]
+        return got, reason, versions
 
     def close(self) -> None:
         self.process.terminate()
@@ -125,19 +136,21 @@ def test_three_versions_while_a_client_streams(
 
     trainer = Trainer(str(made[1]))
     instance = VLLMInstance(server.url, job=JOB, options=OPTIONS, pause="keep")
-    ended: list[tuple[int, str]] = []
+    before = instance._door.version(10.0)
+    published: list[str] = []
+    ended: list[tuple[int, str, list[str]]] = []
     failed: list[BaseException] = []
     stop = threading.Event()
 
-    def client(prompt: str) -> None:
+    def client(tokens: list[int]) -> None:
         while not stop.is_set():
             try:
-                ended.append(server.stream(prompt, 90))
+                ended.append(server.stream(tokens, 90))
             except BaseException as error:
                 failed.append(error)
                 return
 
-    clients = [threading.Thread(target=client, args=(prompt,)) for prompt in checkpoints.PROMPTS[:2]]
+    clients = [threading.Thread(target=client, args=([number, 40, 50],)) for number in (10, 20)]
     for thread in clients:
         thread.start()
     try:
@@ -145,6 +158,7 @@ def test_three_versions_while_a_client_streams(
             trainer.publish(number, str(directory))
             report = instance.update(number)
             assert report.changed
+            published.append(str(report.key))
             assert instance._door.version(10.0) == str(report.key) == str(instance.committed)
             time.sleep(0.5)
         told = [server.complete(prompt) for prompt in checkpoints.PROMPTS]
@@ -154,7 +168,12 @@ def test_three_versions_while_a_client_streams(
             thread.join(60)
     assert failed == []
     assert ended
-    assert set(ended) == {(90, "length")}
+    assert {(got, reason) for got, reason, _ in ended} == {(90, "length")}
+    order = [before, *published]
+    for _, _, versions in ended:  # each token carries one published version, and a stream never goes back
+        assert versions
+        assert versions == sorted(versions, key=order.index)
+    assert published[-1] in {version for _, _, versions in ended for version in versions}
     for expected, found in zip(fresh, told, strict=True):
         assert found["token_ids"] == expected["token_ids"]
         assert found["logprobs"] == expected["logprobs"]
@@ -166,7 +185,7 @@ def test_three_versions_while_a_client_streams(
     assert type(stale.value).__name__ == "StaleVersionError"
     waiting = VLLMInstance(server.url, job=JOB, options=OPTIONS, pause="wait")
     trainer.publish(4, str(made[1]))
-    long = threading.Thread(target=server.stream, args=("hello", 110))
+    long = threading.Thread(target=server.stream, args=([60, 61], 110))
     long.start()
     time.sleep(0.2)
     with pytest.raises(DeadlineError, match="still processes requests"):

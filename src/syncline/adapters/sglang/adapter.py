@@ -9,7 +9,7 @@ import torch
 from syncline import faults
 from syncline.adapters.sglang import staging, twin
 from syncline.adapters.sglang.layout import Plot, survey
-from syncline.adapters.sglang.srt import srt
+from syncline.adapters.sglang.srt import srt, srt_version
 from syncline.adapters.sglang.tensors import slots, values
 from syncline.errors import AdapterError
 from syncline.layout.export import dtype_name
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from syncline.layout.manifest import Manifest
     from syncline.protocol.ids import VersionKey
     from syncline.store.adapter import PauseMode, Stage
+    from syncline.verify.twin import TwinReport
 
 
 class SGLangAdapter:
@@ -44,6 +45,7 @@ class SGLangAdapter:
 
     Attributes:
         held: whether the instance's controller wants no forward pass now.
+        learned: from a weightless twin of the model.
         unused: checkpoint names that SGLang's loader ignored.
         version: that is served.
 
@@ -65,9 +67,10 @@ class SGLangAdapter:
     ) -> None:
         self.rank, self.world = rank, world
         self._runner, self._errands, self._flush = runner, errands, flush
-        learned = twin.learn(runner, checkpoint)
-        self._plot: Plot = survey(runner.model, learned, str(runner.device), local, f"rank {rank}")
-        self.unused = tuple(learned.trace.unused)
+        self._checkpoint = checkpoint
+        self.learned = twin.learn(runner, checkpoint)
+        self._plot: Plot = survey(runner.model, self.learned, str(runner.device), local, f"rank {rank}")
+        self.unused = tuple(self.learned.trace.unused)
         self.aliases: dict[str, str] = {}
         self._arena = staging.Arena(self._plot.groups, runner.device)
         self._binding = Binding.private(self.manifest.fingerprint, self._plot.addresses(self._arena.address))
@@ -178,6 +181,29 @@ class SGLangAdapter:
     def load_fresh(self, directory: Path) -> dict[str, torch.Tensor]:
         """Load a checkpoint by SGLang's own loader, beside the live model: its size in memory again."""
         return self._errands.run(lambda: values(slots(twin.load_real(self._runner, directory))))
+
+    def check_twin(self) -> TwinReport:
+        """Load random bytes by SGLang's own loader into a twin in host memory, and compare with the layout.
+
+        Raises:
+            EffectiveMismatchError: the layout puts something elsewhere than the loader does; named.
+        """
+        return self._errands.run(lambda: twin.check(self._runner, self.learned, self._checkpoint))
+
+    @property
+    def build(self) -> dict[str, object]:
+        """What decides, beside the checkpoint's tensors, whether the layout is right: of engine and model."""
+        config = self._runner.model_config
+        return {
+            "engine": f"sglang {srt_version()}",
+            "torch": torch.__version__,
+            "model": type(self._runner.model).__qualname__,
+            "config": config.hf_config.to_json_string(),
+            "quantisation": str(config.quantization),
+            "dtype": str(config.dtype),
+            "rank": (self.rank, self.world),
+            "layout": self.manifest.fingerprint.hex(),
+        }
 
     def _explained(self, name: str) -> tuple[Status, tuple[str, ...]]:
         names = self._plot.names.get(name, ())

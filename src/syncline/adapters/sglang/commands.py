@@ -35,6 +35,7 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
         options: fields of `syncline.options.Options` that differ from the environment of the ranks.
         check: wait for the writers, and refuse at once if they cannot feed this instance.
         frozen_draft: leave a draft model as it is.
+        twin_check: prove the layout by the engine's own loader, once on a host: `syncline.adapters.checked`.
         verify_every: as `syncline.store.reader.WeightReader` takes it.
     """
 
@@ -45,6 +46,7 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     options: dict[str, int | float | str] = {}
     check: bool = True
     frozen_draft: bool = False
+    twin_check: bool = True
     verify_every: int = 1
 
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from syncline.adapters import checked
 from syncline.adapters import checkpoint as specs
 from syncline.adapters.sglang import commands as c
 from syncline.adapters.sglang.adapter import SGLangAdapter
@@ -185,6 +186,8 @@ class Host:
         held = specs.from_directory(self._model_directory())
         held = held or specs.from_writers(command.job, command.table, options)
         adapter = self._adapter = self._errands.run(lambda: self._adapt(held, rules))
+        if command.twin_check:
+            checked.once(adapter.build, held, adapter.check_twin)
         if self.rank == 0:
             self._reader = WeightReader(
                 adapter,

@@ -43,12 +43,15 @@ class SGLangInstance:
         instance: its name in the job.
         job: name of the job, which this process can reach too.
         table: name of the table.
-        rules: what the instance allows; `Rules.frozen` also takes live names that the engine keeps for
-        itself. options: deadlines and bounds, here and in the engine; from the environments if left out.
+        rules: what the instance allows; `Rules.frozen` also takes live names that the engine keeps to itself.
+        options: deadlines and bounds, here and in the engine; from the environments if left out.
         pause: what happens to requests that run when an update begins.
         key: the server's API key.
         check: wait for the writers, and refuse at once if they cannot feed this instance.
-        frozen_draft: leave a draft model as it is.
+        hold: stay paused until the first update: an engine started on dummy weights serves nobody.
+        frozen_draft: leave a draft model (speculative decoding) as it was started; else one is refused.
+        twin_check: prove the layout by SGLang's own loader, a rank of random weights in host memory; only
+            once for each SGLang, model and layout on a host.
         verify_every: as for `syncline.store.reader.WeightReader`.
 
     Attributes:
@@ -75,7 +78,9 @@ class SGLangInstance:
         pause: Pause = "retract",
         key: str | None = None,
         check: bool = True,
+        hold: bool = False,
         frozen_draft: bool = False,
+        twin_check: bool = True,
         verify_every: int = 1,
     ) -> None:
         self.instance, self._table = instance, table
@@ -84,6 +89,7 @@ class SGLangInstance:
         self._door: Door = ServerDoor(engine, key) if isinstance(engine, str) else EngineDoor(engine)
         self._updating = threading.Lock()
         self._paused_at: float | None = None
+        self._hold = hold
         self.facts: list[dict[str, Any]] = []
         self._member = Member(job, f"instance {instance}, user", self._options)
         join = c.Join(
@@ -94,6 +100,7 @@ class SGLangInstance:
             options={} if options is None else _changed(options),
             check=check,
             frozen_draft=frozen_draft,
+            twin_check=twin_check,
             verify_every=verify_every,
         )
         try:
@@ -104,7 +111,7 @@ class SGLangInstance:
 
     @property
     def paused(self) -> bool:
-        """Whether this object holds the engine paused: an update failed after its first byte."""
+        """Whether this object holds the engine paused: an update failed half-way, or none has come yet."""
         return self._paused_at is not None
 
     def update(
@@ -183,13 +190,14 @@ class SGLangInstance:
 
     def _finish(self, report: UpdateReport) -> UpdateReport:
         """Say which version is served, and let the engine go on."""
+        self._hold = False
         self._door.report_version(str(report.key), _PATIENCE)
         paused = self._resume()
         return replace(report, paused=paused) if report.changed else report
 
     def _give_up(self, reply: c.Reply, error: SynclineError) -> None:
         """Let the engine go on after a failed update if it holds one version, whole, with no old caches."""
-        if reply.hold:
+        if reply.hold or self._hold:
             error.add_note(f"the engine of instance {self.instance} stays paused until an update succeeds")
         else:
             self._resume()
@@ -213,9 +221,9 @@ class SGLangInstance:
         wait = self._options.connect_timeout
         self._pause("in_place", wait)  # nothing is written yet: requests go on afterwards as they were
         reply = self._exchange(command, 3 * wait + _PATIENCE)  # for a server, for writers, for a layout
-        if not reply.hold:
-            self._resume()
         error = error_of(reply)
+        if not reply.hold and (error is not None or not self._hold):
+            self._resume()
         if error is not None:
             raise error
         self.facts = list(reply.result)

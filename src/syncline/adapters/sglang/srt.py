@@ -23,3 +23,8 @@ def srt(module: str) -> Any:
             found=error,
             hint="run this in the environment that SGLang is installed in",
         ) from error
+
+
+def srt_version() -> str:
+    """Return SGLang's version."""
+    return str(import_module("sglang.version").__version__)

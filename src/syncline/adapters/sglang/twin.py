@@ -17,14 +17,16 @@ import torch
 from syncline.adapters.sglang.srt import srt
 from syncline.adapters.sglang.tensors import Geometry, Slot, registered_slots, slots
 from syncline.layout.loader_rules import trace_with_rules
+from syncline.verify.twin import twin_check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
 
-    from syncline.layout.loader import LoaderTrace, Spec
+    from syncline.layout.loader import Loader, LoaderTrace, Spec
+    from syncline.verify.twin import TwinReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,37 @@ def learn(runner: Any, checkpoint: Mapping[str, Spec]) -> Learned:
     return Learned(twin, trace, forms, frozenset(derived))
 
 
-def build(runner: Any) -> nn.Module:
-    """Return a new model of the runner's configuration on the meta device, by SGLang's own constructor."""
+def check(runner: Any, learned: Learned, checkpoint: Mapping[str, Spec]) -> TwinReport:
+    """Load random bytes by SGLang's own loader into a twin in host memory, and compare with what was learned.
+
+    Raises:
+        EffectiveMismatchError: the layout puts something elsewhere than the loader does; named.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        load, state = real(runner, learned)
+        return twin_check(learned.trace, state(), load, checkpoint, state=state)
+
+
+def real(runner: Any, learned: Learned) -> tuple[Loader, Callable[[], dict[str, torch.Tensor]]]:
+    """Return the loader of a twin in host memory, and what returns its tensors of which the trace speaks.
+
+    Tensors that SGLang shares between models are not among them.
+    """
+    twin = build(runner, "cpu")
+    known = learned.trace.live.keys() | learned.trace.ties.keys()
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in _registered(twin).items() if name in known}
+
+    return lambda weights: _load(runner, twin, weights), state
+
+
+def build(runner: Any, device: str = "meta") -> nn.Module:
+    """Return a new model of the runner's configuration on a device, by SGLang's own constructor."""
     config = copy.deepcopy(runner.model_config)  # constructors write into configurations
     loader = _loader(runner)
     return loader.initialize_model_for_startup(
-        model_config=config, device_config=SimpleNamespace(device="meta")
+        model_config=config, device_config=SimpleNamespace(device=device)
     ).eval()
 
 

@@ -10,13 +10,15 @@ import torch
 
 from syncline import faults
 from syncline.adapters.vllm import twin as twins
-from syncline.adapters.vllm.layers import Reload, Untouched, as_computed, deferred, own_tensors
+from syncline.adapters.vllm.layers import Reload, Untouched, as_computed, deferred
 from syncline.adapters.vllm.layout import learn
 from syncline.adapters.vllm.rehearsal import Finding, Way
+from syncline.adapters.vllm.upstream import upstream
 from syncline.errors import AdapterError
 from syncline.layout.export import dtype_name
 from syncline.memory.binding import Binding
 from syncline.store.adapter import LiveStatus, Status
+from syncline.verify.twin import twin_check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from syncline.layout.manifest import Manifest
     from syncline.protocol.ids import VersionKey
     from syncline.store.adapter import PauseMode, Stage
+    from syncline.verify.twin import TwinReport
 
 _COMPUTED = ".(as computed)"
 """Marks, behind a layer's name, the weight that its kernel computes with, where no tensor shows it."""
@@ -85,6 +88,7 @@ class VLLMAdapter:
         self.version: VersionKey | None = None
         self.aliases: dict[str, str] = {}
         self._config, self._device, self._run, self._held = vllm_config, device, run, held
+        self._checkpoint = checkpoint
         self.layout = learn(model, vllm_config, device, checkpoint, local=local, who=f"rank {rank}")
         self._untouched = {
             name: Untouched(self.layout.twin.get_submodule(name))
@@ -161,6 +165,13 @@ class VLLMAdapter:
             self._run(lambda: self._put_in(groups))
 
     def _groups(self, index: int) -> tuple[Group, ...]:
+        if not 0 <= index < len(self.stages):
+            raise AdapterError(
+                "no such stage",
+                expected=f"below {len(self.stages)}",
+                found=index,
+                rank=f"rank {self.rank}",
+            )
         return () if index < self._first else self.layout.plan.groups[index - self._first]
 
     def _put_in(self, groups: Collection[Group]) -> None:
@@ -279,6 +290,36 @@ class VLLMAdapter:
         self._run(task)
         return found
 
-    def own(self, layer: str) -> dict[str, torch.Tensor]:
-        """Return what hangs at a live layer now."""
-        return own_tensors(self.model.get_submodule(layer))
+    def check_twin(self) -> TwinReport:
+        """Load random bytes by vLLM's own loader into a twin in host memory, and compare with the layout.
+
+        Raises:
+            EffectiveMismatchError: the layout puts something elsewhere than the loader does; named.
+        """
+        twin, tensors = self.real_twin()
+        with twins.context(self._config, self._config.model_config.dtype):
+            return twin_check(self.layout.trace, tensors, twin.load_weights, self._checkpoint)
+
+    def real_twin(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return a model of vLLM's in host memory, not loaded, and its tensors of which the trace speaks.
+
+        Tensors that vLLM shares between models are not among them.
+        """
+        twin: Any = twins.build(self._config, torch.device("cpu"))
+        known = self.layout.trace.live.keys() | self.layout.trace.ties.keys()
+        return twin, {name: tensor for name, tensor in twins.tensors(twin).items() if name in known}
+
+    @property
+    def build(self) -> dict[str, object]:
+        """What decides, beside the checkpoint's tensors, whether the layout is right: of engine and model."""
+        model = self._config.model_config
+        return {
+            "engine": f"vllm {upstream('version').__version__}",
+            "torch": torch.__version__,
+            "model": type(self.model).__qualname__,
+            "config": model.hf_config.to_json_string(),
+            "quantisation": str(model.quantization),
+            "dtype": str(model.dtype),
+            "rank": (self.rank, self.world),
+            "layout": self.manifest.fingerprint.hex(),
+        }

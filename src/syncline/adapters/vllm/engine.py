@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncline import faults
-from syncline.adapters import checkpoint
+from syncline.adapters import checked, checkpoint
 from syncline.adapters.vllm.adapter import VLLMAdapter
 from syncline.adapters.vllm.carry import CarriedError
+from syncline.adapters.vllm.draft import check_draft
 from syncline.adapters.vllm.mainthread import MainThread
 from syncline.adapters.vllm.peers import Peers
 from syncline.adapters.vllm.upstream import upstream
@@ -32,6 +33,8 @@ from syncline.store.worker import WorkerWeightsReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from syncline.store.report import UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class InitInfo(_base.WeightTransferInitInfo):
         local: patterns of parameters that no checkpoint tensor fills and that stay as they are.
         verify_every: prove every n-th update.
         check: wait for the writers, and refuse at once if they cannot feed this instance.
+        twin_check: prove the layout by the engine's own loader, once on a host: `syncline.adapters.checked`.
+        frozen_draft: leave a draft model as it was started.
     """
 
     job: str = "default"
@@ -67,6 +72,8 @@ class InitInfo(_base.WeightTransferInitInfo):
     local: list[str] = field(default_factory=list)
     verify_every: int = 1
     check: bool = True
+    twin_check: bool = True
+    frozen_draft: bool = False
 
 
 @dataclass
@@ -97,6 +104,7 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.adapter: VLLMAdapter | None = None
+        self.report: UpdateReport | None = None  # of the last update, on rank 0
         self._reader: WeightReader | None = None
         self._worker: WorkerWeightsReader | None = None
         self._peers: Peers | None = None
@@ -160,6 +168,7 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
         return p.data_parallel_index * p.world_size + p.rank, p.world_size * p.data_parallel_size
 
     def _join(self, info: InitInfo) -> None:
+        check_draft(self.vllm_config.speculative_config, frozen=info.frozen_draft, who=self._who)
         rank, world = self._ranks()
         specs = self._specs(info)
         made: list[VLLMAdapter] = []
@@ -176,6 +185,8 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
                 run=self._main.run,
                 held=lambda: self._main.held,
             )
+            if info.twin_check:
+                checked.once(adapter.build, specs, adapter.check_twin)
             made.append(adapter)
 
         self._main.run(learn)
@@ -226,7 +237,7 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
                 hint="call init_weight_transfer_engine first",
             )
         if self._reader is not None:
-            self._reader.update(info.version, timeout=seconds, verify=info.verify)  # pyright: ignore[reportArgumentType]
+            self.report = self._reader.update(info.version, timeout=seconds, verify=info.verify)  # pyright: ignore[reportArgumentType]
 
     def _compare(self, directory: str | None) -> None:
         if directory is None or self._worker is None:

@@ -61,6 +61,9 @@ class VLLMInstance:
         casts, extras, frozen: the instance's `Rules`.
         local: patterns of parameters that no checkpoint tensor fills and that stay as they are.
         verify_every: prove every n-th update.
+        twin_check: prove the layout by vLLM's own loader, a rank of random weights in host memory; only once
+            for each vLLM, model and layout on a host.
+        frozen_draft: leave a draft model (speculative decoding) as it was started; else one is refused.
         token: the server's API key.
 
     Raises:
@@ -84,6 +87,8 @@ class VLLMInstance:
         frozen: Sequence[str] = (),
         local: Sequence[str] = (),
         verify_every: int = 1,
+        twin_check: bool = True,
+        frozen_draft: bool = False,
         token: str | None = None,
     ) -> None:
         self.instance, self._table = instance, table
@@ -105,6 +110,8 @@ class VLLMInstance:
                 "frozen": list(frozen),
                 "local": list(local),
                 "verify_every": verify_every,
+                "twin_check": twin_check,
+                "frozen_draft": frozen_draft,
             }
             self._door.initialise(info, self._options.connect_timeout + _SLACK)
             if self.dirty:

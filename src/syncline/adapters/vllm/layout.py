@@ -242,8 +242,8 @@ class _Check:
             if self._findings[layer].way is Way.DIRECT:
                 return Status.LOCAL
             return Status.DERIVED
-        kept = name not in self._parameters or any(fnmatchcase(name, pattern) for pattern in self._local)
-        if known and kept:
+        declared = any(fnmatchcase(name, pattern) for pattern in self._local)
+        if declared or (known and name not in self._parameters):
             return Status.LOCAL
         return self._refuse(
             "a live parameter that no checkpoint tensor fills and no hook derives",
