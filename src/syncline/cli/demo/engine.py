@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from syncline import WeightReader, WorkerWeightsReader
 from syncline.adapters.huggingface import HuggingFaceEngine
-from syncline.cli.demo import lesson
+from syncline.cli.demo import lesson, work
 from syncline.cli.demo.wire import Events, commands
-from syncline.verify.effective import compare
 
-_COPY_BYTES = 64 << 20
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main() -> None:
@@ -30,14 +29,15 @@ def main() -> None:
     if int(world) > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     engine = HuggingFaceEngine.load(directory, dtype=torch.float32)
-    process = _Process(engine, Events())
+    events = Events()
+    events.tell("started", refused=None)
     if engine.rank == 0:
         with WeightReader(engine, instance=instance, job=job) as reader:
-            reader.follow(on_update=lambda report: process.events.tell("updated", report=report.as_dict()))
-            process.serve()
+            _Process(engine, events, lambda: _follow(reader, events)).serve()
             engine.shutdown()
     else:
         with WorkerWeightsReader(engine, instance=instance, job=job):
+            process = _Process(engine, events, lambda: None)
             serving = threading.Thread(target=process.serve, daemon=True)
             serving.start()
             engine.follow()
@@ -46,9 +46,13 @@ def main() -> None:
         dist.destroy_process_group()
 
 
+def _follow(reader: WeightReader, events: Events) -> None:
+    reader.follow(on_update=lambda report: events.tell("updated", report=report.as_dict()))
+
+
 class _Process:
-    def __init__(self, engine: HuggingFaceEngine, events: Events) -> None:
-        self.engine, self.events = engine, events
+    def __init__(self, engine: HuggingFaceEngine, events: Events, follow: Callable[[], None]) -> None:
+        self.engine, self.events, self._follow = engine, events, follow
 
     def serve(self) -> None:
         """Do what is asked, one thing after the other, until told to stop."""
@@ -56,6 +60,7 @@ class _Process:
         doing = {
             "answer": self._answer,
             "memcpy": self._memcpy,
+            "follow": self._begin,
             "effective": self._effective,
             "dump": self._dump,
         }
@@ -69,26 +74,22 @@ class _Process:
         return {"text": completion.text, "version": str(completion.version)}
 
     def _memcpy(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Copy as many bytes as an update moves here, between two warm private buffers."""
         status = self.engine.live_status()
-        left = nbytes = sum(t.nbytes for n, t in self.engine.live_tensors().items() if status[n].names)
-        source, target = (torch.zeros(min(left, _COPY_BYTES), dtype=torch.uint8) for _ in range(2))
-        target.copy_(source)
-        time.sleep(max(0.0, command["at"] - time.time()))  # all ranks copy at once, as they pull
-        began = time.perf_counter()
-        while left > 0:
-            part = min(left, source.numel())
-            target[:part].copy_(source[:part])
-            left -= part
-        return {"seconds": time.perf_counter() - began, "nbytes": nbytes}
+        nbytes = sum(t.nbytes for n, t in self.engine.live_tensors().items() if status[n].names)
+        return work.memcpy(nbytes, command["at"])
+
+    def _begin(self, _command: dict[str, Any]) -> dict[str, Any]:
+        self._follow()
+        return {}
 
     def _effective(self, command: dict[str, Any]) -> dict[str, Any]:
-        report = compare(self.engine.live_tensors(), self.engine.load_fresh(Path(command["checkpoint"])))
-        return {"tensors": report.tensors, "diffs": [str(diff) for diff in report.diffs]}
+        return {"ranks": [work.effective(self.engine, Path(command["checkpoint"]))]}
 
     def _dump(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.engine.dump(Path(command["path"]))
-        return {"path": command["path"]}
+        work.dump(
+            self.engine, Path(command["directory"]) / work.dump_name(command["instance"], self.engine.rank)
+        )
+        return {}
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import msgspec
 
@@ -20,15 +21,28 @@ from syncline.errors import DeadlineError, SynclineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
+    from types import FrameType, TracebackType
+
+    from syncline.cli.engines import Interpreter
 
 _TAIL = 25  # lines of a failed child's output that are shown
 _GRACE = 10.0  # seconds to end by itself after being told to
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TERMINATING = 3.0  # seconds to end by itself after being sent a signal
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """End this process by way of the blocks that it is in; a second signal would cut that short."""
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
 @dataclass(eq=False)
 class Child:
-    """One process.
+    """One process, leader of a group of its own: whatever it starts ends with it.
 
     Attributes:
         name: as messages call it.
@@ -52,9 +66,34 @@ class Child:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-_TAIL:])
 
+    def send(self, number: signal.Signals | Literal[0]) -> bool:
+        """Send a signal to the process and all that it started; return whether there are any."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self, until: float) -> None:
+        """End it and all that it started: by its own doing until a time, then by signals."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+        until = time.monotonic() + _TERMINATING
+        left = self.send(signal.SIGTERM)
+        while left and time.monotonic() < until:
+            self.process.poll()  # until its status is taken, it counts as one of the group
+            time.sleep(0.02)
+            left = self.send(0)
+        if left:
+            self.send(signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
 
 class Fleet:
-    """All children of one run. Leaving the block ends them.
+    """All children of one run. Leaving the block ends them, and so does what ends this process by a signal.
 
     Args:
         directory: for logs.
@@ -70,20 +109,24 @@ class Fleet:
     ) -> None:
         self._directory, self._environment, self._on_event = directory, dict(environment), on_event
         self._changed = threading.Condition()
+        self._handlers: dict[signal.Signals, Any] = {}
         self.children: list[Child] = []
 
-    def start(self, name: str, module: str, *arguments: object) -> Child:
-        """Start ``python -m module arguments``."""
+    def start(self, name: str, module: str, *arguments: object, python: Interpreter | None = None) -> Child:
+        """Start ``python -m module arguments``, with this process's interpreter or another one."""
+        command = [sys.executable] if python is None else python.command
+        environment = self._environment if python is None else self._environment | python.environment
         read_end, write_end = os.pipe()
         log = self._directory / f"{name.replace(' ', '-')}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", module, *map(str, arguments)],
+                [*command, "-m", module, *map(str, arguments)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
-                env=os.environ | self._environment | {EVENTS_VARIABLE: str(write_end)},
+                start_new_session=True,
+                env=os.environ | environment | {EVENTS_VARIABLE: str(write_end)},
             )
         os.close(write_end)
         child = Child(name, process, log)
@@ -123,27 +166,42 @@ class Fleet:
         for child in self.children:
             with contextlib.suppress(OSError):
                 child.tell(do="stop")
-        until = time.monotonic() + _GRACE
+        self._end(_GRACE)
+
+    def _end(self, grace: float) -> None:
+        until = time.monotonic() + grace
         for child in self.children:
-            try:
-                child.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-            if child.process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    child.process.stdin.close()
+            child.close(until)
+
+    def dismiss(self, child: Child) -> None:
+        """End one child, which is no longer waited for."""
+        self.children.remove(child)
+        child.close(time.monotonic() + _GRACE)
 
     def __enter__(self) -> Self:
+        for number in _ENDING:
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN:  # as nohup has it
+                self._handlers[number] = handler
+                signal.signal(number, _leave)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            for child in self.children:
-                child.process.kill()
-        self.close()
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            if error is not None:
+                for child in self.children:
+                    child.send(signal.SIGTERM)
+                self._end(_TERMINATING)
+            else:
+                self.close()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers.clear()
 
     def _check_alive(self) -> None:
         for child in self.children:
