@@ -44,7 +44,7 @@ def test_long_runs_are_copied_in_several_places(n: int, d: int, s: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([64, 960, 1024, 2048, 4096, 5632, 16384, 32768, 33024]),
+    st.sampled_from([64, 256, 768, 960, 1024, 2048, 4096, 5632, 16384, 32768, 33024]),
     st.integers(0, 19),
     st.sampled_from([0, 64, 128, 2048, 8192]),
     st.integers(0, 200),

@@ -20,8 +20,10 @@ from syncline.kernels.native_copy import (
     alike,
     copy_lines,
     copy_rows,
+    short_lines,
     stream_abreast,
     stream_row,
+    stream_short,
 )
 from syncline.kernels.native_digest import digest_chunk, digest_columns, digest_row, side_by_side
 from syncline.kernels.native_ir import (
@@ -57,6 +59,10 @@ def copy_runs(dst, src, rows, nbytes, dst_stride, src_stride, start, stop):
         if i + ABREAST <= stop and alike(dst, rows, nbytes, i):
             stream_abreast(dst, src, nbytes[i], i)
             i += ABREAST
+        elif short_lines(dst[i], rows[i], nbytes[i], dst_stride[i]):
+            after = src[i + 1] if i + 1 < stop else src[i]
+            stream_short(dst[i], src[i], rows[i], nbytes[i], dst_stride[i], src_stride[i], after)
+            i += 1
         else:
             copy_rows(dst[i], src[i], rows[i], nbytes[i], dst_stride[i], src_stride[i])
             i += 1

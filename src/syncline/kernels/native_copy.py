@@ -26,7 +26,8 @@ from syncline.kernels.native_ir import (
 U = np.uint64
 # Shorter rows go through the caches: their ragged edges would cost more than streaming saves.
 STREAM_FROM = U(256)
-FOUR_FROM = U(1024)  # shorter rows are copied one by one
+FOUR_FROM = U(1024)  # shorter rows are copied one by one, while the row that comes FAR rows later is fetched
+FAR = U(8)
 # Rows up to this length are copied four at a time, or with the next one fetched meanwhile.
 NEAR_ROW = U(32768)
 AHEAD = U(512)  # how far ahead of itself the copy of a longer row fetches
@@ -179,6 +180,25 @@ def copy_rows(d, s, rows, n, dd, ss):
     near = fetch_distance(rows, n, ss)
     for _ in range(rows):
         copy_row(d, s, n, near)
+        d, s = d + dd, s + ss
+
+
+@njit(inline="always")
+def short_lines(d, rows, n, dd):
+    """Return whether rows are short, in whole lines, and many enough for `stream_short`."""
+    return STREAM_FROM <= n < FOUR_FROM and rows >= FAR and (d | dd | n) & U(63) == U(0)
+
+
+@njit
+def stream_short(d, s, rows, n, dd, ss, after):
+    """Copy rows for which `short_lines` holds; ``after`` is where the next run's rows begin."""
+    for r in range(rows):
+        left = rows - U(r)
+        far = s + FAR * ss if left > FAR else after + (FAR - left) * ss
+        for k in range(n >> U(6)):
+            fetch_line(far + (U(k) << U(6)))
+        for k in range(n >> U(6)):
+            stream_line(d + (U(k) << U(6)), s + (U(k) << U(6)))
         d, s = d + dd, s + ss
 
 
