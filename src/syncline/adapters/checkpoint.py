@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 from typing import TYPE_CHECKING
 
 from syncline.errors import AdapterError
 from syncline.layout.dtype import BY_CODE
 from syncline.layout.loader import Spec
 from syncline.protocol import messages as m
+from syncline.store import join
 from syncline.store.member import Member
 
 if TYPE_CHECKING:
@@ -68,19 +68,8 @@ def from_writers(job: str, table: str, options: Options) -> dict[str, Spec]:
     Raises:
         DeadlineError: they did not come within ``connect_timeout``; names whoever is missing.
     """
-    name = f"layout-{secrets.token_hex(6)}"  # an instance without ranks: it is in no plan
-    with Member(job, f"table {table}, {name}", options) as member:
-        request = m.RegisterReader(
-            table=table,
-            instance=name,
-            rank=-1,
-            world=1,
-            manifest_fp=b"",
-            host=member.host,
-            endpoint=member.endpoint.to_text(),
-            process="",
-        )
-        fence = member.client.register(request).fence
+    with Member(job, f"table {table}, layout", options) as member:
+        fence = join.as_guest(member, table, "layout")
         wait = options.connect_timeout
         members: m.Members = member.ask(m.AwaitMembers(fence, table, wait), wait)
         found: dict[str, Spec] = {}

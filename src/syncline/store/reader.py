@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from syncline import faults
 from syncline.errors import ProtocolError, SynclineError, to_wire
 from syncline.protocol import messages as m
+from syncline.store import join
 from syncline.store.follow import Follower
 from syncline.store.lanes import device_of
 from syncline.store.member import Member
@@ -88,7 +89,7 @@ class WeightReader:
         self._held = False
         self.worker: WorkerWeightsReader | None = None
         try:
-            self._registered = self._register()
+            self._registered = join.as_controller(self.member, table, instance, adapter.world)
             if worker:
                 self.worker = WorkerWeightsReader(
                     adapter, instance=instance, job=job, table=table, rules=rules, member=self.member
@@ -235,27 +236,8 @@ class WeightReader:
     def _fence(self) -> Fence:
         return self._registered.fence
 
-    def _register(self) -> m.Registered:
-        request = m.RegisterReader(
-            table=self._table,
-            instance=self.instance,
-            rank=-1,
-            world=self.adapter.world,
-            manifest_fp=b"",
-            host=self.member.host,
-            endpoint=self.member.endpoint.to_text(),
-            process="",
-            options={"transport": self.member.options.transport},
-        )
-        return self.member.client.register(request)
-
     def _decline(self, error: BaseException) -> None:
-        fields = to_wire(error, "".join(traceback.format_exception(error)))
-        try:
-            who = f"instance {self.instance}"
-            self.member.ask(m.JoinFailed(self._table, who, fields, self.instance), _PATIENCE)
-        except SynclineError as unheard:
-            logger.warning("nobody heard that instance %s cannot join: %s", self.instance, unheard.what)
+        join.decline(self.member, self._table, f"instance {self.instance}", error, self.instance)
         self.member.fail(error)
         if self.worker is not None:
             self.worker.close()

@@ -8,7 +8,6 @@ copies, which stay until they are dropped.
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from syncline.layout.view import row_major
 from syncline.memory import Binding
 from syncline.protocol import messages as m
 from syncline.protocol.ids import VersionKey
+from syncline.store import join
 from syncline.store.fetch import Fetcher
 from syncline.store.keys import Key, local_part, shards
 from syncline.store.member import Member
@@ -88,7 +88,7 @@ class TensorTable:
         embedded = rank == 0 if serve is None else serve
         self.member = Member(job, who, options, serve=embedded, exports=rank is not None)
         try:
-            self._reading = self._register_reader()
+            self._reading = join.as_guest(self.member, self.name, "get")
         except BaseException as error:
             self.member.fail(error)
             self.member.close()
@@ -143,7 +143,9 @@ class TensorTable:
                 raise ProtocolError("nothing was put into this version", found=version)
             manifest, generation = draft.manifest(), next(self._generation)
             if self._writing is None:
-                self._writing = self._register_writer(manifest)
+                self._writing = join.as_writer(
+                    self.member, self.name, manifest, rank=self._rank or 0, world=self._world
+                )
             if manifest.fingerprint:
                 self.member.client.put_manifest(self._writing, manifest)
             binding = draft.binding(manifest.fingerprint, generation)
@@ -237,33 +239,6 @@ class TensorTable:
         if error is not None:
             self.member.fail(error)
         self.close()
-
-    # --- registration
-
-    def _register_writer(self, manifest: Manifest) -> Fence:
-        request = m.RegisterWriter(
-            table=self.name,
-            rank=self._rank or 0,
-            world=self._world,
-            manifest_fp=manifest.fingerprint,
-            host=self.member.host,
-            endpoint=self.member.endpoint.to_text(),
-            process="",
-        )
-        return self.member.client.register(request, manifest).fence
-
-    def _register_reader(self) -> Fence:
-        request = m.RegisterReader(
-            table=self.name,
-            instance=f"get-{secrets.token_hex(6)}",  # an instance without ranks: it is in no plan
-            rank=-1,
-            world=1,
-            manifest_fp=b"",
-            host=self.member.host,
-            endpoint=self.member.endpoint.to_text(),
-            process="",
-        )
-        return self.member.client.register(request).fence
 
     # --- versions
 

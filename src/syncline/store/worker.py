@@ -12,6 +12,7 @@ from syncline.errors import DeadlineError, FencedError, SynclineError, to_wire
 from syncline.kernels.engine import Op
 from syncline.layout import Rules
 from syncline.protocol import messages as m
+from syncline.store import join
 from syncline.store import rules as rules_wire
 from syncline.store.lanes import device_of
 from syncline.store.member import Member
@@ -139,27 +140,10 @@ class WorkerWeightsReader:
     def _register(self, rules: Rules) -> Fence:
         adapter, member = self.adapter, self.member
         allowed = rules_wire.merge([rules, Rules(aliases=adapter.aliases)])
-        request = m.RegisterReader(
-            table=self._table,
-            instance=self.instance,
-            rank=adapter.rank,
-            world=adapter.world,
-            manifest_fp=adapter.manifest.fingerprint,
-            host=member.host,
-            endpoint=member.endpoint.to_text(),
-            process="",
-            options={"transport": member.options.transport},
-            rules=rules_wire.encode(allowed),
-        )
-        return member.client.register(request, adapter.manifest).fence
+        return join.as_reader(member, self._table, self.instance, adapter, rules_wire.encode(allowed))
 
     def _decline(self, error: BaseException) -> None:
-        """Tell the others why this rank will never come, so that nobody waits for it."""
-        fields = to_wire(error, "".join(traceback.format_exception(error)))
-        try:
-            self.member.ask(m.JoinFailed(self._table, self.who, fields, self.instance), _PATIENCE)
-        except SynclineError as unheard:
-            logger.warning("nobody heard that %s cannot join: %s", self.who, unheard.what)
+        join.decline(self.member, self._table, self.who, error, self.instance)
         if self._owns:
             self.member.fail(error)
             self.member.close()

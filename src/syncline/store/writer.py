@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from typing import TYPE_CHECKING, Literal, Self
 
 from syncline import faults
-from syncline.errors import AdapterError, StaleVersionError, SynclineError, to_wire
+from syncline.errors import AdapterError, StaleVersionError, SynclineError
 from syncline.kernels.engine import Op
 from syncline.layout import Rules
 from syncline.protocol import messages as m
+from syncline.store import join
 from syncline.store import rules as rules_wire
 from syncline.store.adapter import DeviceTrainer
 from syncline.store.lanes import device_of
@@ -231,25 +231,13 @@ class WeightWriter:
     def _register(self, rules: Rules) -> Fence:
         adapter, member = self.adapter, self.member
         allowed = rules_wire.merge([rules, Rules(aliases=adapter.aliases)])
-        request = m.RegisterWriter(
-            table=self._table,
-            rank=adapter.rank,
-            world=adapter.world,
-            manifest_fp=adapter.manifest.fingerprint,
-            host=member.host,
-            endpoint=member.endpoint.to_text(),
-            process="",
-            options={"transport": member.options.transport},
-            rules=rules_wire.encode(allowed),
+        rules_sent = rules_wire.encode(allowed)
+        return join.as_writer(
+            member, self._table, adapter.manifest, rank=adapter.rank, world=adapter.world, rules=rules_sent
         )
-        return member.client.register(request, adapter.manifest).fence
 
     def _decline(self, error: BaseException) -> None:
-        fields = to_wire(error, "".join(traceback.format_exception(error)))
-        try:
-            self.member.ask(m.JoinFailed(self._table, self.who, fields), _PATIENCE)
-        except SynclineError as unheard:
-            logger.warning("nobody heard that %s cannot join: %s", self.who, unheard.what)
+        join.decline(self.member, self._table, self.who, error)
         if self.member.serves:
             time.sleep(_HEARING)
         self.member.fail(error)
