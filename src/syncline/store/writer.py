@@ -190,8 +190,14 @@ class WeightWriter:
         """Close the window, leave the job, stop an embedded MetaServer. The parameters stay in place.
 
         A MetaServer in this process waits a moment for the other ranks to leave: they need it for that.
+
+        Raises:
+            DeadlineError: no MetaServer for the time of a lease: no reader can commit what it reads now.
+            SynclineError: what went wrong with the last version, if nobody has been told.
         """
         try:
+            if self._current is not None:
+                self.member.client.connect(self.member.options.lease)
             self.close_window("close")
             if self.member.serves:
                 self._await_others()
