@@ -55,6 +55,7 @@ def fenced_requests(writer: Any, fleet: Any, begun: m.Begun, fences: dict[str, F
         m.AwaitBound(r, TABLE, key(1), begun.attempt, 5.0),
         m.AwaitDecision(r, TABLE, key(1), begun.attempt, 5.0),
         m.AwaitPulls(w, TABLE, {}, 5.0),
+        m.AwaitDirty(c, TABLE, 5.0),
     ]
 
 
@@ -65,7 +66,7 @@ def change(what: str, fence: Fence) -> Fence:
 
 
 @pytest.mark.parametrize("what", ["job", "boot", "epoch", "member", "attempt"])
-@pytest.mark.parametrize("index", range(27))
+@pytest.mark.parametrize("index", range(28))
 def test_a_wrong_fence_changes_nothing(what: str, index: int) -> None:
     job, writers, fleet = setup()
     begun = fleet.controller.begin()

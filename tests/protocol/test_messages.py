@@ -40,6 +40,7 @@ def test_every_deferrable_request_carries_a_deadline() -> None:
         m.AwaitServing,
         m.AwaitUpdate,
         m.AwaitBound,
+        m.AwaitDirty,
         m.AwaitVerified,
         m.AwaitDecision,
         m.AwaitPulls,

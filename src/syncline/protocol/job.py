@@ -60,6 +60,7 @@ _FENCED: dict[type[Message], tuple[str, Callable[..., Any]]] = {
     requests.StartUpdate: ("controller", steps.start_update),
     requests.AwaitUpdate: ("worker", steps.await_update),
     requests.AwaitBound: ("worker", steps.await_bound),
+    requests.AwaitDirty: ("controller", steps.await_dirty),
     requests.AwaitVerified: ("controller", steps.await_verified),
     requests.AwaitDecision: ("worker", steps.await_decision),
     requests.AwaitPulls: ("writer", steps.await_pulls),

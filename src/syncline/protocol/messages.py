@@ -51,6 +51,7 @@ from syncline.protocol.requests import (
     Applied,
     AwaitBound,
     AwaitDecision,
+    AwaitDirty,
     AwaitMembers,
     AwaitPulls,
     AwaitServing,
@@ -91,6 +92,7 @@ __all__ = [
     "AppliedDone",
     "AwaitBound",
     "AwaitDecision",
+    "AwaitDirty",
     "AwaitMembers",
     "AwaitPulls",
     "AwaitServing",
@@ -175,6 +177,7 @@ Request = (
     | StartUpdate
     | AwaitUpdate
     | AwaitBound
+    | AwaitDirty
     | AwaitVerified
     | AwaitDecision
     | AwaitPulls

@@ -286,6 +286,17 @@ class AwaitBound(Message, frozen=True):
     deadline: float
 
 
+class AwaitDirty(Message, frozen=True):
+    """An instance's controller waits for the instance to become DIRTY without an update of its own.
+
+    Deferred while the instance is whole or an update runs, answered by `Done`: it must not serve.
+    """
+
+    fence: Fence
+    table: str
+    deadline: float
+
+
 class AwaitVerified(Message, frozen=True):
     """The controller waits until every rank has verified; deferred, answered by `AllVerified`.
 

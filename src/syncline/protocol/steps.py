@@ -61,6 +61,14 @@ def await_bound(core: Core, member: Member, request: req.AwaitBound, _until: flo
     return Done()
 
 
+def await_dirty(core: Core, member: Member, _request: req.AwaitDirty, _until: float) -> Done | Waiting:
+    """Answer the controller once its instance, with no update under way, holds a mixture."""
+    instance = core.instance_of(member)
+    if instance.dirty and not instance.pulling:
+        return Done()
+    return Waiting(f"instance {instance.name} to need an update before it may serve")
+
+
 def await_verified(
     core: Core, member: Member, request: req.AwaitVerified, _until: float
 ) -> AllVerified | Waiting:

@@ -10,10 +10,11 @@ import traceback
 from typing import TYPE_CHECKING, Self
 
 from syncline import faults
-from syncline.errors import ProtocolError, SynclineError, to_wire
+from syncline.errors import DeadlineError, ProtocolError, SynclineError, to_wire
 from syncline.protocol import messages as m
 from syncline.store import join
 from syncline.store.follow import Follower
+from syncline.store.guard import Guard
 from syncline.store.lanes import device_of
 from syncline.store.member import Member
 from syncline.store.proof import Rhythm
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
+_ROUND = 30.0  # seconds of one wait for an instance to become DIRTY
 _HEARING = 1.0  # seconds for ranks to say that they wrote nothing; without their word the engine stays paused
 
 
@@ -87,6 +89,8 @@ class WeightReader:
         self._follower: Follower | None = None
         self._paused_at: float | None = None
         self._held = False
+        self._running = threading.Event()  # set while the engine is not paused by this reader
+        self._running.set()
         self.worker: WorkerWeightsReader | None = None
         try:
             self._registered = join.as_controller(self.member, table, instance, adapter.world)
@@ -102,6 +106,7 @@ class WeightReader:
         except BaseException as error:
             self._decline(error)
             raise
+        self._guard = Guard(instance, self._hold_when_dirty)
 
     @property
     def committed(self) -> VersionKey | None:
@@ -214,11 +219,14 @@ class WeightReader:
 
     def close(self) -> None:
         """Leave the job; the engine keeps what it has."""
+        self._guard.stop()
+        self._running.set()
         if self._follower is not None:
             self._follower.stop()
         if self.worker is not None:
             self.worker.close()
         self.member.close()
+        self._guard.join()
 
     def __enter__(self) -> Self:
         return self
@@ -306,6 +314,7 @@ class WeightReader:
         began = time.monotonic()
         self.adapter.pause(self._mode, deadline)
         self._paused_at = began
+        self._running.clear()
 
     def _resume(self, key: VersionKey | None, *, flush: bool = False) -> float:
         """Let the engine run again; return for how long it stood."""
@@ -314,6 +323,7 @@ class WeightReader:
         self.adapter.resume(key)
         paused = time.monotonic() - (self._paused_at or time.monotonic())
         self._paused_at, self._held = None, False
+        self._running.set()
         return paused
 
     def _give_up(self, begun: m.Begun, error: BaseException) -> None:
@@ -335,6 +345,20 @@ class WeightReader:
             error.add_note(f"instance {self.instance} is DIRTY and stays paused until a full update succeeds")
         elif self._paused_at is not None and not self._held:
             self._resume(None)
+
+    def _hold_when_dirty(self) -> None:
+        """Wait until the instance is DIRTY though no update failed, and pause its engine; see `Guard`."""
+        if not self._running.wait(_ROUND):
+            raise DeadlineError(f"instance {self.instance} is paused")
+        self.member.ask(m.AwaitDirty(self._fence, self._table, _ROUND), _ROUND)
+        with self._updating:
+            if self._paused_at is None and self.dirty:
+                logger.warning(
+                    "instance %s is DIRTY, as a rank of it was replaced: paused until a full update",
+                    self.instance,
+                )
+                self._held = True
+                self._pause(self.member.options.update_timeout)
 
     def _report(
         self, begun: m.Begun, verified: m.AllVerified, watch: Stopwatch, paused: float
