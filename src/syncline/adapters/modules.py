@@ -45,10 +45,15 @@ class Tree:
     local: dict[str, Cell] = field(default_factory=dict)
     links: list[tuple[dict[str, Any], str, nn.Module]] = field(default_factory=list)
     fsdp: dict[str, Any] = field(default_factory=dict)
+    _columns: tuple[list[dict[str, Any]], list[str], list[nn.Module]] | None = None  # of `links`
 
     def check_links(self) -> None:
         """Refuse a tree in which a module was replaced since it was walked."""
-        if [owner.get(key) for owner, key, _ in self.links] == [module for _, _, module in self.links]:
+        if self._columns is None or len(self._columns[0]) != len(self.links):
+            links = self.links
+            self._columns = [a for a, _, _ in links], [b for _, b, _ in links], [c for _, _, c in links]
+        owners, keys, modules = self._columns
+        if list(map(dict.get, owners, keys)) == modules:
             return  # lists compare by identity first: tens of thousands of modules in a few milliseconds
         for owner, key, module in self.links:
             if owner.get(key) is not module:
