@@ -97,7 +97,7 @@ def digest_runs(
     """
     columns, first, last = _prepare((addr, rows, elems, stride, pos, pos_stride), start, stop)
     sizes = _sizes(itemsize, len(addr))
-    _check_groups(group, out, len(addr))
+    _check_groups(group, out, len(addr), first, last)
     _kernels().digest_runs(*columns, sizes, group, out, _KEYS, first, last)
     return out
 
@@ -127,7 +127,7 @@ def copy_digest_runs(  # noqa: PLR0917 -- a table's columns
     table = (dst, src, rows, elems, dst_stride, src_stride, pos, pos_stride)
     columns, first, last = _prepare(table, start, stop)
     sizes = _sizes(itemsize, len(dst))
-    _check_groups(group, out, len(dst))
+    _check_groups(group, out, len(dst), first, last)
     _kernels().copy_digest_runs(*columns, sizes, group, out, _KEYS, first, last)
     return out
 
@@ -180,7 +180,7 @@ def cast_digest_runs(  # noqa: PLR0917 -- a table's columns
     target_stride = src_stride if dst_stride is None else dst_stride
     table = (target, src, rows, elems, target_stride, src_stride, pos, pos_stride)
     columns, first, last = _prepare(table, start, stop)
-    _check_groups(group, out, len(src))
+    _check_groups(group, out, len(src), first, last)
     code = CASTS.get((src_dtype, dst_dtype))
     if code is None:
         from syncline.kernels import generic  # noqa: PLC0415 -- loads torch
@@ -229,6 +229,8 @@ def _column(column: Any, count: int) -> NDArray[np.uint64]:
             expected=f"[{count}]",
             found=f"{getattr(column, 'dtype', type(column))} {getattr(column, 'shape', '')}",
         )
+    if column.dtype == np.uint64 and column.flags.c_contiguous:
+        return column  # as it is: new arrays for every slice of a table cost more than small slices do
     return np.ascontiguousarray(column).view(np.uint64)
 
 
@@ -240,14 +242,15 @@ def _sizes(itemsize: int | NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(itemsize)
 
 
-def _check_groups(group: NDArray[np.int32], out: NDArray[np.uint64], count: int) -> None:
+def _check_groups(
+    group: NDArray[np.int32], out: NDArray[np.uint64], count: int, first: int, last: int
+) -> None:
     if group.dtype != np.int32 or group.shape != (count,) or out.dtype != np.uint64 or out.ndim != 1:
         raise TransportError(
             "digests need a group a run and one accumulator a group",
             expected=f"int32[{count}] and uint64[G]",
             found=f"{group.dtype}{group.shape} and {out.dtype}{out.shape}",
         )
-    if count and int(group.max()) >= len(out):
-        raise TransportError(
-            "a group without an accumulator", expected=f"below {len(out)}", found=int(group.max())
-        )
+    highest = int(group[first:last].max(initial=-1))
+    if highest >= len(out):
+        raise TransportError("a group without an accumulator", expected=f"below {len(out)}", found=highest)

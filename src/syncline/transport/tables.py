@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from syncline.plan import Hops, Plan
 
     I64 = NDArray[np.int64]
+    U64 = NDArray[np.uint64]
     I32 = NDArray[np.int32]
     U8 = NDArray[np.uint8]
 
@@ -216,6 +217,21 @@ class Table:
     def casts(self) -> bool:
         """Whether elements change their dtype."""
         return self.src_dtype != self.wire_dtype
+
+    @cached_property
+    def as_bytes(self) -> tuple[U64, U64, U64, U64, U64, U64]:
+        """(dst, src, rows, nbytes, dst_stride, src_stride) as kernels take them: the same memory."""
+        u = np.uint64
+        strides = self.dst_stride.view(u), self.src_stride.view(u)
+        return self.dst.view(u), self.src.view(u), self.rows.view(u), self.nbytes.view(u), *strides
+
+    @cached_property
+    def as_elements(self) -> tuple[U64, U64, U64, U64, U64, U64, U64, U64]:
+        """(dst, src, rows, elems, dst_stride, src_stride, position, position_stride), likewise."""
+        dst, src, rows, _, *strides = self.as_bytes
+        u = np.uint64
+        position = self.position.view(u), self.position_stride.view(u)
+        return dst, src, rows, self.elems.view(u), strides[0], strides[1], *position
 
     def bind_src(self, address: I64) -> None:
         """Point the source half at storages ``address`` i64[slots]."""

@@ -55,18 +55,16 @@ def parts(tables: Sequence[Table], call_bytes: int = CALL_BYTES) -> list[Part]:
 def move(part: Part, out: U64 | None) -> None:
     """Copy or cast a part; with ``out`` u64[H], add each hop's digest of the installed wire bits to it."""
     t, window = part.table, (part.start, part.stop)
-    if not t.casts:
+    if t.casts:
+        dtypes = t.wire_dtype, t.src_dtype
         if out is None:
-            host.copy_runs(t.dst, t.src, t.rows, t.nbytes, t.dst_stride, t.src_stride, *window)
-            return
-        table = (t.dst, t.src, t.rows, t.elems, t.dst_stride, t.src_stride, t.position, t.position_stride)
-        host.copy_digest_runs(*table, t.itemsize, t.hop, out, *window)
+            host.cast_runs(*t.as_elements[:6], *dtypes, *window)
+        else:
+            host.cast_digest_runs(*t.as_elements, *dtypes, t.hop, out, *window)
     elif out is None:
-        table = (t.dst, t.src, t.rows, t.elems, t.dst_stride, t.src_stride)
-        host.cast_runs(*table, t.wire_dtype, t.src_dtype, *window)
+        host.copy_runs(*t.as_bytes, *window)
     else:
-        table = (t.dst, t.src, t.rows, t.elems, t.dst_stride, t.src_stride, t.position, t.position_stride)
-        host.cast_digest_runs(*table, t.wire_dtype, t.src_dtype, t.hop, out, *window)
+        host.copy_digest_runs(*t.as_elements, t.itemsize, t.hop, out, *window)
 
 
 def digest_source(part: Part, out: U64 | None) -> None:
@@ -74,11 +72,12 @@ def digest_source(part: Part, out: U64 | None) -> None:
     if out is None:
         raise TransportError("a digest needs a place to go to")
     t, window = part.table, (part.start, part.stop)
+    _, src, rows, elems, _, src_stride, position, position_stride = t.as_elements
     if not t.casts:
-        position = (t.position, t.position_stride)
-        host.digest_runs(t.src, t.rows, t.elems, t.src_stride, *position, t.itemsize, t.hop, out, *window)
+        table = (src, rows, elems, src_stride, position, position_stride)
+        host.digest_runs(*table, t.itemsize, t.hop, out, *window)
     else:
-        table = (t.src, t.rows, t.elems, None, t.src_stride, t.position, t.position_stride)
+        table = (src, rows, elems, None, src_stride, position, position_stride)
         host.cast_digest_runs(None, *table, t.wire_dtype, t.src_dtype, t.hop, out, *window)
 
 
