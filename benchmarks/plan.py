@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from benchmarks import plan_awex, plan_layouts
+from benchmarks import plan_awex, plan_layouts, plan_meshed
 from benchmarks.plan_bound import busiest, lp_bound
 from benchmarks.plan_presets import MODELS
 from benchmarks.plan_rank import Fleet
 from benchmarks.process import MIB
 from syncline.layout.hashing import mixed, weighted
+from syncline.layout.mesh import MeshLayout
 from syncline.plan import Plan, plan
 from syncline.plan.columns import overlaps, sum_by
 
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 
 
-def worst(made: Plan) -> tuple[str, int, int]:
+def worst(made: Plan, *, meshed: bool = False) -> tuple[str, int, int]:
     """Return (instance, reader rank, trainer rank) with many copies: all reader ranks, a few trainers."""
     name = made.instances[0]
     reader = max(range(made.ranks(name)), key=lambda rank: made.hop_count(name, rank))
     spread = np.linspace(0, made.writers - 1, 4).astype(int).tolist()
     some = sorted({*spread, int(made.sender_load.argmax())})
+    if meshed:
+        return name, reader, max(some, key=lambda rank: made.sent_bundles(rank).copies)
     return name, reader, max(some, key=lambda rank: len(made.writer(rank)))
 
 
@@ -106,15 +109,22 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     """Build, plan, measure."""
     model = MODELS[arguments.preset]
     split = tuple(arguments.split) if arguments.split else None
+    writer: Layout | MeshLayout
     if arguments.trainer_kind == "fsdp":
         writer = plan_layouts.fsdp(model, arguments.trainers)
+    elif arguments.trainer_kind == "fsdp-packed":
+        writer = plan_layouts.packed(model, arguments.trainers)
     else:
         writer = plan_layouts.megatron(model, arguments.trainers, split)
     readers = plan_layouts.readers(model, arguments.readers)
     fleet = Fleet.of(writer, readers)
     made = plan(writer, readers)
-    ranks = worst(made)
+    meshed = isinstance(writer, MeshLayout)
+    ranks = worst(made, meshed=meshed)
     cost = of_rank(fleet, ranks)
+    other = (
+        None if arguments.no_awex or meshed else _awex(writer, readers, ranks)
+    )  # one right after the other
     found: dict[str, Any] = {"preset": arguments.preset, "trainers": arguments.trainers}
     found |= {
         "trainer_kind": arguments.trainer_kind,
@@ -124,20 +134,23 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     found |= dict(_cost(cost))
     side = next(iter(fleet.readers.values()))
     found["metadata_mib"] = max(fleet.nbytes(fleet.writer), fleet.nbytes(side)) / MIB
-    bound, received = lp_bound(writer, readers)
+    bound, received = lp_bound(*plan_meshed.samples(writer, readers)) if meshed else lp_bound(writer, readers)
     cards = busiest(made, received, plan_layouts.HOST_RANKS)
     found["balance"] = max(cards.values()) / max(bound, cards["receiver"])
     found["sender_balance"] = cards["sender"] / bound
     if not arguments.quick:
-        found["coverage"], found["union"] = coverage(made, readers)
-    if not arguments.no_awex:
-        python = plan_awex.environment(ROOT / ".venv-awex")
-        other = plan_awex.measure(python, writer, readers, ranks[1:])
+        found["coverage"], found["union"] = (plan_meshed.coverage if meshed else coverage)(made, readers)
+    if other is not None:
         found["awex_rank_seconds"] = max(other["reader_seconds"], other["trainer_seconds"])
         found["awex"] = other
         for name, kind in (("speedup", "seconds"), ("speedup_cpu", "cpu_seconds")):
             found[name] = min(other[f"{who}_{kind}"] / cost[who][kind] for who in ("reader", "trainer"))
     return found
+
+
+def _awex(writer: Layout, readers: Mapping[str, Layout], ranks: tuple[str, int, int]) -> dict[str, Any]:
+    python = plan_awex.environment(ROOT / ".venv-awex")
+    return plan_awex.measure(python, writer, readers, ranks[1:])
 
 
 def _cost(cost: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -160,7 +173,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(MODELS), default="kimi-k2")
     parser.add_argument("--trainers", type=int, default=256)
     parser.add_argument("--readers", default="8xTP16", help="instances: 8xTP16, 4xEP32")
-    parser.add_argument("--trainer-kind", choices=["megatron", "fsdp"], default="megatron")
+    parser.add_argument("--trainer-kind", choices=["megatron", "fsdp", "fsdp-packed"], default="megatron")
     parser.add_argument("--split", type=int, nargs=3, metavar=("PP", "EP", "TP"), help="of the trainer")
     parser.add_argument("--quick", action="store_true", help="leave out the coverage of all ranks")
     parser.add_argument("--no-awex", action="store_true")

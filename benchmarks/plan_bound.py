@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], ...]
 
 
-def lp_bound(writer: Layout, readers: Mapping[str, Layout]) -> tuple[float, dict[str, int]]:
+def lp_bound(
+    writer: Layout, readers: Mapping[str, Layout], times: Mapping[str, int] | None = None
+) -> tuple[float, dict[str, int]]:
     """Return the least bytes of the busiest sender, however boxes are split, and the bytes each rank wants.
 
     Computed from the manifests alone, without the planner. Every rank has a card of its own.
+    ``times`` says how many tensors each name stands for; one, if left out.
 
     Raises:
         RuntimeError: the solver found no optimum.
@@ -35,7 +38,7 @@ def lp_bound(writer: Layout, readers: Mapping[str, Layout]) -> tuple[float, dict
     for name, layout in readers.items():
         for rank, manifest in enumerate(layout.manifests):
             if manifest.fingerprint not in wanted:
-                wanted[manifest.fingerprint] = _wanted(manifest, holders)
+                wanted[manifest.fingerprint] = _wanted(manifest, holders, times or {})
             mine = wanted[manifest.fingerprint]
             received[f"{name}/{rank}"] = sum(mine.values())
             for ranks, nbytes in mine.items():
@@ -66,11 +69,13 @@ def _boxes(manifest: Manifest) -> Iterator[tuple[str, Box, int]]:
         yield manifest.names[tensor], tuple((o, o + n) for o, n in zip(offset, size, strict=True)), item
 
 
-def _wanted(manifest: Manifest, holders: dict[str, dict[Box, tuple[int, ...]]]) -> dict[tuple[int, ...], int]:
+def _wanted(
+    manifest: Manifest, holders: dict[str, dict[Box, tuple[int, ...]]], times: Mapping[str, int]
+) -> dict[tuple[int, ...], int]:
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for name, box, item in _boxes(manifest):
         for held, ranks in holders[name].items():
-            common = item
+            common = item * times.get(name, 1)
             for (a, b), (c, d) in zip(box, held, strict=True):
                 common *= max(0, min(b, d) - max(a, c))
             if common:

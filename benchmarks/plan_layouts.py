@@ -9,6 +9,7 @@ import numpy as np
 
 from syncline.layout import Layout, Manifest
 from syncline.layout.dtype import ITEMSIZE, code
+from syncline.layout.mesh import MeshLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -120,7 +121,15 @@ def megatron(model: Model, ranks: int, split: tuple[int, int, int] | None = None
     return Layout(tuple(listed), _hosts("t", ranks))
 
 
-def fsdp(model: Model, ranks: int) -> Layout:
+def fsdp(model: Model, ranks: int) -> MeshLayout:
+    """Return an FSDP2 trainer: every parameter, every expert's too, cut in rows over all ranks, by rule."""
+    t = Tensors(model)
+    everything = np.ones(len(t.names), np.bool_)
+    whole = t.manifest(everything, np.zeros_like(t.shape), t.shape, np.arange(len(t.names)))
+    return MeshLayout.of(whole, (ranks,), np.zeros(whole.rows), _hosts("t", ranks))
+
+
+def packed(model: Model, ranks: int) -> Layout:
     """Return an FSDP2 trainer: every parameter cut in rows over all ranks, as `torch.chunk` cuts.
 
     A layer's experts are one parameter with the experts as rows, as Transformers 5 holds them, so that an

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from benchmarks.process import MIB, OwnPeak
 from syncline.layout import Layout, Manifest, Rules
+from syncline.layout.mesh import MeshLayout
 from syncline.plan import Plan, lower
+from syncline.plan.bundles import Bundles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,10 +31,11 @@ ROUNDS = 5
 
 
 class Side(msgspec.Struct):
-    """One side's ranks: number of each rank's frame, and hosts."""
+    """One side's ranks: number of each rank's frame, and hosts; or one frame for all ranks of a mesh."""
 
     frame: list[int]
     hosts: list[str]
+    mesh: bool = False
 
 
 class Fleet(msgspec.Struct):
@@ -42,7 +46,7 @@ class Fleet(msgspec.Struct):
     readers: dict[str, Side]
 
     @classmethod
-    def of(cls, writer: Layout, readers: Mapping[str, Layout]) -> Fleet:
+    def of(cls, writer: Layout | MeshLayout, readers: Mapping[str, Layout]) -> Fleet:
         """Encode both sides."""
         number: dict[bytes, int] = {}
         frames: list[bytes] = []
@@ -54,37 +58,52 @@ class Fleet(msgspec.Struct):
                     frames.append(m.encode())
             return Side([number[m.fingerprint] for m in layout.manifests], list(layout.hosts))
 
-        return cls(frames, side(writer), {name: side(layout) for name, layout in readers.items()})
+        listed = {name: side(layout) for name, layout in readers.items()}
+        if isinstance(writer, MeshLayout):
+            frames.append(writer.encode())
+            return cls(frames, Side([len(frames) - 1], list(writer.hosts), mesh=True), listed)
+        return cls(frames, side(writer), listed)
 
     def nbytes(self, side: Side) -> int:
         """Return the bytes of a side's distinct manifests."""
         return sum(len(self.frames[i]) for i in set(side.frame))
 
-    def decode(self) -> tuple[Layout, dict[str, Layout]]:
+    def decode(self) -> tuple[Layout | MeshLayout, dict[str, Layout]]:
         """Return both sides as every rank decodes them."""
-        manifests = [Manifest.decode(frame) for frame in self.frames]
+        plain = self.frames[:-1] if self.writer.mesh else self.frames
+        manifests = [Manifest.decode(frame) for frame in plain]
 
         def layout(side: Side) -> Layout:
             return Layout(tuple(manifests[i] for i in side.frame), tuple(side.hosts))
 
-        return layout(self.writer), {name: layout(side) for name, side in self.readers.items()}
+        listed = {name: layout(side) for name, side in self.readers.items()}
+        if self.writer.mesh:
+            return MeshLayout.decode(self.frames[-1]), listed
+        return layout(self.writer), listed
 
 
 class Rank:
     """Plans for one reader rank of an instance, or (``instance`` None) for one trainer rank."""
 
     def __init__(
-        self, writer: Layout, readers: Mapping[str, Layout], instance: str | None, rank: int
+        self, writer: Layout | MeshLayout, readers: Mapping[str, Layout], instance: str | None, rank: int
     ) -> None:
         self._writer, self._readers = writer, readers
         self._instance, self._rank = instance, rank
 
-    def plan(self) -> tuple[Hops, Runs]:
-        """Return the rank's hops and its program, from decoded columns; nothing kept from a plan before."""
-        writer = Layout(self._writer.manifests, self._writer.hosts)
+    def plan(self) -> tuple[Hops | Bundles, Runs]:
+        """Return the rank's rows and its program, from decoded columns; nothing kept from a plan before."""
+        writer: Layout | MeshLayout = self._writer
+        if isinstance(writer, Layout):
+            writer = Layout(writer.manifests, writer.hosts)
+        else:
+            writer = MeshLayout(writer.whole, writer.mesh, writer.cut, writer.hosts)
         readers = {name: Layout(one.manifests, one.hosts) for name, one in self._readers.items()}
         made = Plan(writer, readers, Rules())
         name = self._instance
+        if isinstance(writer, MeshLayout):
+            some = made.sent_bundles(self._rank) if name is None else made.received_bundles(name, self._rank)
+            return some, some.runs()
         hops = made.writer(self._rank) if name is None else made.reader(name, self._rank)
         return hops, lower(hops.size, [hops.source_stream(), hops.destination_stream()])
 
@@ -102,8 +121,13 @@ class Rank:
                 wall.append(time.perf_counter() - began)
                 used.append(time.process_time() - cpu)
             peak = max(peak, memory.peak / MIB)
-            nbytes, rows = int(hops.nbytes.sum()), int(runs.rows.sum())
-            figures = {"copies": len(hops), "descriptors": len(runs), "run_bytes": nbytes / max(rows, 1)}
+            times = hops.count if isinstance(hops, Bundles) else np.ones(len(hops), np.int64)
+            nbytes, rows = int((hops.nbytes * times).sum()), int((runs.rows * times[runs.hop]).sum())
+            figures = {
+                "copies": int(times.sum()),
+                "descriptors": len(runs),
+                "run_bytes": nbytes / max(rows, 1),
+            }
             del hops, runs
         return {
             "seconds": statistics.median(wall),

@@ -192,11 +192,17 @@ def check_links(made: Plan) -> None:
 
 
 def sync(
-    writers: list[Rank], readers: dict[str, list[Rank]], rules: Rules | None = None, seed: int = 0
+    writers: list[Rank],
+    readers: dict[str, list[Rank]],
+    rules: Rules | None = None,
+    seed: int = 0,
+    *,
+    made: Plan | None = None,
 ) -> Plan:
     """Plan, move every byte, compare with the oracle: contents, coverage, digests, both halves of links."""
     rules = Rules() if rules is None else rules
-    made = plan(layout(writers), {name: layout(ranks) for name, ranks in readers.items()}, rules)
+    if made is None:
+        made = plan(layout(writers), {name: layout(ranks) for name, ranks in readers.items()}, rules)
     state = canonical_state(writers, rules, seed)
     dtypes = {rules.canonical(s.name): s.dtype for w in writers for s in w.shards}
     fill(writers, state, rules)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from syncline.layout.hashing import U64
     from syncline.plan.columns import I32, I64, U8
     from syncline.plan.joint import Held
+    from syncline.plan.meshed import MeshHeld
     from syncline.plan.tables import Table
 
 
@@ -69,13 +70,18 @@ class Classes:
         return table.take(rows, number.astype(np.int32))
 
 
-def classify(held: Held, readers: Sequence[Table], shape: I64, ndim: U8) -> Classes:
-    """Return the classes of all tensors; ``shape`` i64[T, D] and ``ndim`` u8[T] are the plan's."""
+def classify(held: Held | MeshHeld, readers: Sequence[Table], shape: I64, ndim: U8) -> Classes:
+    """Return the classes of all tensors; ``shape`` i64[T, D] and ``ndim`` u8[T] are the plan's.
+
+    With the rows of a mesh, tensors of a class also have the same strides at every reader.
+    """
     total = mixed(weighted([shape, ndim.astype(np.int64)[:, None]], 1))
-    writers = int(held.manifest.max(initial=-1)) + 1
-    total += held.sums(constants(0, writers, 5))
+    total += held.sums()
     for table, factor in zip(readers, constants(0, len(readers), 6), strict=True):
-        hashes = table.hashes() * factor
+        hashes = table.hashes()
+        if held.strided_alike:
+            hashes = mixed(weighted([table.views()[2]], 7) + hashes)
+        hashes = hashes * factor
         if table.single and len(table) == len(total):
             total += hashes
         elif table.single:

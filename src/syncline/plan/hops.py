@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from syncline.plan.columns import I32, I64, U8, Bools, Ints
 
 
-class _Frozen:
+class Frozen:
     """Makes the arrays of a dataclass read-only."""
 
     def __post_init__(self) -> None:
@@ -28,7 +28,7 @@ class _Frozen:
 
 
 @dataclass(frozen=True, eq=False)
-class Hops(_Frozen):
+class Hops(Frozen):
     """H boxes, each from one writer rank to one reader rank, as read-only columns.
 
     Rows are sorted by instance, then reader rank, then writer rank (each reader starts at another writer, so
@@ -102,7 +102,7 @@ class Hops(_Frozen):
 
 
 @dataclass(frozen=True, eq=False)
-class DigestRows(_Frozen):
+class DigestRows(Frozen):
     """The pieces that one writer rank holds and has to digest, as read-only columns.
 
     Attributes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from syncline.layout.hashing import constants
 from syncline.plan.columns import changes, pointers
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class Held:
     stride: I64
     hashes: np.ndarray
 
+    #: Rows of one class may lie in memory in different ways.
+    strided_alike = False
+
     @classmethod
     def of(cls, tables: Sequence[Table], tensors: int) -> Held:
         """Join the tables of the writers' manifests."""
@@ -92,11 +96,12 @@ class Held:
         first = pointers(np.bincount(tensor, minlength=tensors))
         return cls(first, owner[order], dtype, offset, size, storage, base, stride, hashes)
 
-    def sums(self, factors: np.ndarray) -> np.ndarray:
-        """Return u64[T]: for each tensor the sum of its rows' hashes, each times the factor of its manifest.
+    def sums(self) -> np.ndarray:
+        """Return u64[T]: for each tensor the sum of its rows' hashes, each times a factor of its manifest.
 
         Rows of one tensor and manifest count in their order.
         """
+        factors = constants(0, int(self.manifest.max(initial=-1)) + 1, 5)
         tensor = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
         place = self.places(tensor)
         weight = factors[self.manifest] + np.uint64(2) * place.astype(np.uint64) * np.uint64(

@@ -12,6 +12,7 @@ import numpy as np
 from syncline.errors import PlanError
 from syncline.plan.columns import expand, pointers
 from syncline.plan.hops import DigestRows, Hops
+from syncline.plan.meshed import MeshHeld
 
 if TYPE_CHECKING:
     from syncline.plan.balance import Assignment, Shares
@@ -38,7 +39,7 @@ class Links:
 
     matched: Matched
     classes: Classes
-    held: Held
+    held: Held | MeshHeld
     sources: Sources
     tiles: Tiles
     readers: Joint
@@ -73,13 +74,13 @@ class Links:
 
     def sent(self, rank: int, shares: Shares) -> Hops:
         """Return what a writer rank sends of some of its shares: by instance, reader rank, tensor, place."""
-        share, pair = self._pairs_of_shares(shares)
+        share, pair = self.pairs_of_shares(shares)
         which, place = expand((shares.high - shares.low)[share])
         share, pair = share[which], pair[which]
         member = self.classes.ptr[self.tiles.tensor[self.feed.tile[pair]]] + shares.low[share] + place
         tensor, owner = self.classes.members[member], self.readers.owner[self.feed.segment[pair]]
         instance = self.assigned.instance[shares.item[share]]
-        at, dst = self._ranks(instance, owner)
+        at, dst = self.ranks_with(instance, owner)
         order = np.lexsort((pair[at], tensor[at], dst, instance[at]))
         at, dst = at[order], dst[order].astype(np.int32)
         tensor, pair, owner = tensor[at], pair[at], owner[at]
@@ -111,6 +112,23 @@ class Links:
             dtype=rows.dtype[which],
             nbytes=rows.nbytes[which],
         )
+
+    def written_out(self, tensor: I32, pair: I64, src: I32, ends: tuple[I32, I32]) -> Hops:
+        """Return hops: tensors [N], pairs of their classes, writer ranks, and (instances, reader ranks)."""
+        owner = self.readers.owner[self.feed.segment[pair]]
+        return self._columns(tensor, pair, src, ends, self._views_of(owner, tensor, pair))
+
+    @cached_property
+    def segment_strides(self) -> I64:
+        """i64[segments, D]: strides of the rows of ``readers``: the first tensor's of each class."""
+        found = np.empty_like(self.readers.offset)
+        for m, table in enumerate(self.matched.readers):
+            a, b = int(self.readers.ptr[m]), int(self.readers.ptr[m + 1])
+            if a == b:  # a rank that holds nothing
+                continue
+            first = table.first_rows(self.classes.first[self.readers.tensor[a:b]])
+            found[a:b] = table.views(first + self.readers.place[a:b])[2]
+        return found
 
     @cached_property
     def _pairs_of_segment(self) -> I64:
@@ -144,7 +162,7 @@ class Links:
             raise self._differs(table.tensor, ~past)
         return found
 
-    def _pairs_of_shares(self, shares: Shares) -> tuple[I64, I64]:
+    def pairs_of_shares(self, shares: Shares) -> tuple[I64, I64]:
         """Return (share, pair): which pairs need something of each share's tile, in any instance."""
         by_tile = np.argsort(self.feed.tile, kind="stable")
         ptr = pointers(np.bincount(self.feed.tile, minlength=len(self.tiles)))
@@ -152,7 +170,7 @@ class Links:
         share, place = expand((ptr[1:] - ptr[:-1])[tile])
         return share, by_tile[ptr[tile[share]] + place]
 
-    def _ranks(self, instance: I64, owner: I32) -> tuple[I64, I64]:
+    def ranks_with(self, instance: I64, owner: I32) -> tuple[I64, I64]:
         """Return (row, rank): the ranks of each row's instance that have its reader manifest."""
         manifests = len(self.matched.readers)
         listed = list(self.matched.reader_of.values())
@@ -190,6 +208,8 @@ class Links:
     def _source(self, tensor: Ints, holder: I64, low: I64) -> tuple[I32, I64, I64, U8]:
         """Return (storage, base, stride, dtype) of boxes from ``low`` on, held like rows of `Sources`."""
         held, like = self.held, self.sources
+        if isinstance(held, MeshHeld):
+            return held.located(like, tensor, holder, low)
         row = held.first[tensor] + like.local[holder]
         corner = held.offset.take(row, axis=0, mode="clip")
         same = corner == like.offset.take(holder, axis=0)

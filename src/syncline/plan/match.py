@@ -13,9 +13,11 @@ import numpy as np
 
 from syncline.errors import LayoutError, PlanError, ShapeMismatchError, UndeclaredCastError
 from syncline.layout.dtype import name_of
+from syncline.layout.mesh import MeshLayout
 from syncline.layout.transform import cast_name, transform
 from syncline.plan.classes import Classes, classify
 from syncline.plan.joint import Held
+from syncline.plan.meshed import MeshHeld
 from syncline.plan.names import Names
 from syncline.plan.tables import Table, padded, table
 
@@ -59,7 +61,7 @@ class Matched:
     readers: tuple[Table, ...]
 
 
-def match(writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> Matched:
+def match(writer: Layout | MeshLayout, readers: Mapping[str, Layout], rules: Rules) -> Matched:
     """Bring both sides into one numbering.
 
     Raises:
@@ -67,7 +69,7 @@ def match(writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> Matche
         NameMismatchError: names on one side only that no rule declares.
         ShapeMismatchError: one name, two global shapes.
     """
-    sources = _side({"": writer}, "writer")
+    sources = _mesh(writer) if isinstance(writer, MeshLayout) else _side({"": writer}, "writer")
     targets = _side({name: readers[name] for name in sorted(readers)}, "instance")
     names = Names(rules, [*sources.manifests, *targets.manifests])
     held = {
@@ -88,9 +90,9 @@ def match(writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> Matche
     )
 
 
-def reduced(matched: Matched) -> tuple[Held, Classes, Matched]:
+def reduced(matched: Matched, writer: Layout | MeshLayout) -> tuple[Held | MeshHeld, Classes, Matched]:
     """Return all that writers hold, the classes of tensors, and both sides in the numbering of classes."""
-    held = Held.of(matched.writers, len(matched.names))
+    held = _held(matched, writer)
     classes = classify(held, matched.readers, matched.global_shape, matched.ndim)
     small = Matched(
         names=tuple(matched.names[t] for t in classes.first.tolist()),
@@ -134,6 +136,20 @@ def casts(
             if not rules.aliases:  # else another manifest may have another name, and rules go by name
                 known[few.tensor[open_ & plain], few.dtype[open_ & plain]] = True
     return tuple(sorted(found))
+
+
+def _held(matched: Matched, writer: Layout | MeshLayout) -> Held | MeshHeld:
+    if not isinstance(writer, MeshLayout):
+        return Held.of(matched.writers, len(matched.names))
+    (table,) = matched.writers
+    number = np.full(writer.whole.rows, -1, np.int32)
+    number[table.shards(np.arange(len(table)))] = table.tensor
+    return MeshHeld(writer, number, len(matched.names), matched.global_shape.shape[1])
+
+
+def _mesh(writer: MeshLayout) -> Side:
+    """Return a side of which every rank has what a rule says of one manifest."""
+    return Side((writer.whole,), ("writer 0",), {"": np.arange(writer.ranks, dtype=np.int32)})
 
 
 def _side(layouts: Mapping[str, Layout], kind: str) -> Side:

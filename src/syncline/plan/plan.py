@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncline.errors import PlanError
-from syncline.layout import Rules
-from syncline.plan import balance, explain
+from syncline.layout import Layout, Rules
+from syncline.plan import balance, bundles, explain
 from syncline.plan.alias import check_destinations
 from syncline.plan.columns import sum_by
 from syncline.plan.cover import Feed, Sources, Tiles, feed, source_tiles
@@ -19,12 +19,14 @@ from syncline.plan.joint import Joint
 from syncline.plan.link import Links
 from syncline.plan.lower import Stream
 from syncline.plan.match import casts, match, reduced
+from syncline.plan.meshed import MeshHeld
 from syncline.plan.pieces import Numbering, PieceGrid, Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncline.layout import Layout
+    from syncline.layout.mesh import MeshLayout
+    from syncline.plan.bundles import Bundles
     from syncline.plan.columns import I64, U8, Bools
     from syncline.plan.hops import DigestRows, Hops
 
@@ -38,14 +40,14 @@ _CACHED_HOPS = 4
 _recent: OrderedDict[bytes, Plan] = OrderedDict()
 
 
-def plan(writer: Layout, readers: Mapping[str, Layout], rules: Rules | None = None) -> Plan:
+def plan(writer: Layout | MeshLayout, readers: Mapping[str, Layout], rules: Rules | None = None) -> Plan:
     """Plan the transfer of one version from the writer's ranks to every instance's ranks.
 
     Equal inputs give equal plans, in every process; the last few are kept, so that planning again for layouts
     that did not change costs no more than comparing fingerprints.
 
     Args:
-        writer: manifests and hosts of the trainer's ranks.
+        writer: manifests and hosts of the trainer's ranks, or the rule of a mesh.
         readers: layout of each instance, by name; at least one.
         rules: what is allowed beyond equal names and dtypes; nothing, if left out.
 
@@ -69,7 +71,7 @@ def plan(writer: Layout, readers: Mapping[str, Layout], rules: Rules | None = No
     return found
 
 
-def plan_id(writer: Layout, readers: Mapping[str, Layout], rules: Rules | None = None) -> bytes:
+def plan_id(writer: Layout | MeshLayout, readers: Mapping[str, Layout], rules: Rules | None = None) -> bytes:
     """Return the id that `plan` gives these inputs, without planning: 16 bytes."""
     state = hashlib.blake2b(digest_size=ID_BYTES)
     state.update(b"syncline plan" + PLANNER_VERSION.to_bytes(4, "little"))
@@ -95,19 +97,23 @@ class Plan:
         sender_bound: bytes that the busiest sender of no assignment of these holders could be below.
     """
 
-    def __init__(self, writer: Layout, readers: Mapping[str, Layout], rules: Rules) -> None:
+    def __init__(self, writer: Layout | MeshLayout, readers: Mapping[str, Layout], rules: Rules) -> None:
         self.id = plan_id(writer, readers, rules)
         self.writer_hosts = writer.hosts
         self.instances = tuple(sorted(readers))
         self.reader_hosts = {name: readers[name].hosts for name in self.instances}
         self._matched = match(writer, readers, rules)
-        held, self._classes, self._small = reduced(self._matched)
-        sources = Sources.of(held, self._classes)
+        held, self._classes, self._small = reduced(self._matched, writer)
+        if isinstance(held, MeshHeld):
+            sources = held.sources(self._classes)
+        else:
+            sources = Sources.of(held, self._classes)
         self.casts = list(casts(self._matched, self._classes, self._small, sources, rules))
         for table in self._matched.readers:
             check_destinations(self._matched, table)
         self._readers = Joint.of(self._small.readers)
-        tiles = source_tiles(self._small, sources, writer, self._classes)
+        told = writer if isinstance(writer, Layout) else Layout((writer.whole,) * writer.ranks, writer.hosts)
+        tiles = source_tiles(self._small, sources, told, self._classes)
         self._tiles, self._feed, self._assigned = self._balanced(tiles)
         self._pieces = Numbering.of(self._grid(), self._classes)
         self._links = Links(
@@ -193,6 +199,28 @@ class Plan:
         if number is not None:
             shares = shares.take(np.nonzero(self._assigned.instance[shares.item] == number)[0])
         return self._links.sent(rank, shares)
+
+    def received_bundles(self, instance: str, rank: int) -> Bundles:
+        """Return what one reader rank receives of a mesh, one row for all tensors that are cut alike.
+
+        Raises:
+            PlanError: no such instance or rank, or the writers are not a mesh.
+        """
+        self._rank(rank, self.ranks(instance), f"instance {instance}")
+        number = self.instances.index(instance)
+        return bundles.received(self._meshed(), number, instance, rank, self._first(instance, rank))
+
+    def sent_bundles(self, rank: int) -> Bundles:
+        """Return what one rank of a mesh sends to all instances, one row for all tensors that are cut alike.
+
+        Raises:
+            PlanError: no such rank, or the writers are not a mesh.
+        """
+        return bundles.sent(self._meshed(), self._rank(rank, self.writers, "the writer"))
+
+    def hops(self, some: Bundles) -> Hops:
+        """Return every copy of some bundles, bundle by bundle: those of a link, say, not of a whole rank."""
+        return bundles.hops(self._meshed(), some)
 
     def digest_rows(self, rank: int) -> DigestRows:
         """Return the pieces that a writer rank holds; all replicas digest what they hold.
@@ -297,6 +325,16 @@ class Plan:
         before = sum(self.ranks(name) for name in self.instances[: self.instances.index(instance)])
         readers = sum(self.ranks(name) for name in self.instances)
         return (before + rank) * self.writers // readers
+
+    def _meshed(self) -> Links:
+        if not isinstance(self._links.held, MeshHeld):
+            raise PlanError(
+                "tensors of a class may lie in memory in different ways",
+                expected="writers that are a mesh: MeshLayout",
+                found=f"{self.writers} manifests",
+                hint="ask for reader() and writer()",
+            )
+        return self._links
 
     def _known(self, instance: str) -> str:
         if instance not in self.reader_hosts:
