@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,10 @@ from syncline import faults
 from syncline.adapters.vllm import twin as twins
 from syncline.adapters.vllm.layers import Reload, Untouched, as_computed, deferred
 from syncline.adapters.vllm.layout import learn
+from syncline.adapters.vllm.pins import Pins
+from syncline.adapters.vllm.reading import reads
 from syncline.adapters.vllm.rehearsal import Finding, Way
+from syncline.adapters.vllm.streams import Ordered
 from syncline.adapters.vllm.upstream import upstream
 from syncline.errors import AdapterError
 from syncline.layout.export import dtype_name
@@ -37,20 +40,15 @@ _COMPUTED = ".(as computed)"
 """Marks, behind a layer's name, the weight that its kernel computes with, where no tensor shows it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pinned:
-    pointer: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Pinned:
-        return cls(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-
-
 def _at_once(task: Callable[[], None]) -> None:
     task()
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return a device by its number, where it may have been named without one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class VLLMAdapter:
@@ -87,18 +85,21 @@ class VLLMAdapter:
         self.model, self.rank, self.world = model, rank, world
         self.version: VersionKey | None = None
         self.aliases: dict[str, str] = {}
-        self._config, self._device, self._run, self._held = vllm_config, device, run, held
+        self.device = _numbered(device)
+        self._config, self._held = vllm_config, held
+        self._ordered = Ordered(run, self.device)
+        self._run = self._ordered.run
         self._checkpoint = checkpoint
-        self.layout = learn(model, vllm_config, device, checkpoint, local=local, who=f"rank {rank}")
+        self.layout = learn(model, vllm_config, self.device, checkpoint, local=local, who=f"rank {rank}")
         self._untouched = {
             name: Untouched(self.layout.twin.get_submodule(name))
             for name, finding in self.layout.findings.items()
             if finding.way is Way.REPEAT
         }
         self._first = 1 if self.layout.plan.direct else 0  # number of the first staged stage
-        self._arena = torch.zeros(self.layout.plan.arena_nbytes, dtype=torch.uint8, device=device)
+        self._arena = torch.zeros(self.layout.plan.arena_nbytes, dtype=torch.uint8, device=self.device)
         self._live = twins.tensors(model)
-        self._pinned = {name: _Pinned.of(tensor) for name, tensor in self._live.items()}
+        self._pins = Pins(model, f"rank {rank}")
         self._binding = Binding.private(self.manifest.fingerprint, self._addresses())
         self._applied: VersionKey | None = None
 
@@ -134,18 +135,12 @@ class VLLMAdapter:
         Raises:
             AdapterError: a live tensor moved, or changed its dtype, shape or strides.
         """
-        for name, tensor in twins.tensors(self.model).items():
-            pinned, now = self._pinned.get(name), _Pinned.of(tensor)
-            if pinned != now:
-                raise AdapterError(
-                    "a live tensor moved",
-                    expected=pinned,
-                    found=now,
-                    rank=f"rank {self.rank}",
-                    tensor=name,
-                    hint="captured graphs keep addresses: nothing but syncline may replace parameters",
-                )
+        self._pins.check()
         return self._binding
+
+    def finish_forwards(self) -> None:
+        """Return when the device has finished what the model's own thread queued; no other stream waits."""
+        self._ordered.finish()
 
     # ------------------------------------------------------------------------------------ stages
 
@@ -239,8 +234,23 @@ class VLLMAdapter:
 
     def _derive(self) -> None:
         with twins.context(self._config, self._config.model_config.dtype):
-            for _, layer in deferred(self.model):
+            for layer in self._derivers:
                 layer.process_weights_after_loading(self._config.model_config.dtype)
+
+    @cached_property
+    def _derivers(self) -> list[Any]:
+        """Attention layers whose hooks read weights; all of them where that cannot be seen.
+
+        They are looked at while they run for the first time, as they did at start.
+        """
+        dtype = self._config.model_config.dtype
+        layers = [layer for _, layer in deferred(self.model)]
+        hidden = any(finding.opaque or finding.derived for finding in self.layout.findings.values())
+        if self.device.type == "cpu" or hidden:
+            return layers
+        statuses = self.layout.statuses
+        weights = [t for name, t in self._live.items() if statuses.get(name) is not Status.LOCAL]
+        return [x for x in layers if reads(partial(x.process_weights_after_loading, dtype), weights)]
 
     def flush_caches(self) -> None:
         """Nothing is cached here: the scheduler's caches are reset by whoever drives vLLM's update."""
@@ -261,7 +271,7 @@ class VLLMAdapter:
             for layer, finding in self.layout.findings.items():
                 if finding.opaque:
                     module = model.get_submodule(layer)
-                    computed = as_computed(module, self._config.model_config.dtype, self._device)
+                    computed = as_computed(module, self._config.model_config.dtype, self.device)
                     found[layer + _COMPUTED] = computed
         return found
 
@@ -285,7 +295,7 @@ class VLLMAdapter:
         found: dict[str, torch.Tensor] = {}
 
         def task() -> None:
-            found.update(self._tensors_of(twins.load(self._config, directory, self._device)))
+            found.update(self._tensors_of(twins.load(self._config, directory, self.device)))
 
         self._run(task)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import urllib.error
 import urllib.parse
@@ -10,6 +11,9 @@ from typing import Any, Literal, Protocol
 
 from syncline.adapters.vllm.carry import unpack
 from syncline.errors import AdapterError, DeadlineError, PeerLostError, RemoteError
+
+LEAVE = "leave"
+"""An update that is none: the engine leaves its job."""
 
 VLLMPause = Literal["abort", "wait", "keep"]
 """vLLM's own: cut running requests, let them end, or freeze them and go on after the update."""
@@ -71,8 +75,9 @@ class LLMDoor:
         self._call("update_weights", {"update_info": info})
 
     def finish(self, version: str | None, deadline: float) -> None:
-        """See `Door`."""
-        self._call("finish_weight_update", version)
+        """See `Door`. Where vLLM's own verb takes no version, its answers carry none."""
+        takes = inspect.signature(self._llm.finish_weight_update).parameters
+        self._call("finish_weight_update", *((version,) if takes else ()))
 
     def reset_caches(self, deadline: float) -> None:
         """See `Door`."""
@@ -91,7 +96,11 @@ class LLMDoor:
 
     def leave(self, deadline: float) -> None:
         """See `Door`."""
-        self._call("shutdown_weight_transfer_engine")
+        if hasattr(self._llm, "shutdown_weight_transfer_engine"):
+            self._call("shutdown_weight_transfer_engine")
+        else:
+            self.update({"verify": LEAVE}, deadline)
+            self.finish(None, deadline)
 
     def _call(self, verb: str, *arguments: Any, **options: Any) -> Any:
         try:
@@ -157,7 +166,11 @@ class HTTPDoor:
 
     def leave(self, deadline: float) -> None:
         """See `Door`."""
-        self._post("/shutdown_weight_transfer_engine", None, deadline)
+        try:
+            self._post("/shutdown_weight_transfer_engine", None, deadline)
+        except RemoteError:  # vLLM did not always have it
+            self.update({"verify": LEAVE}, deadline)
+            self.finish(None, deadline)
 
     def _post(self, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
         return self._ask("POST", path, body, deadline)

@@ -20,6 +20,7 @@ from syncline import faults
 from syncline.adapters import checked, checkpoint
 from syncline.adapters.vllm.adapter import VLLMAdapter
 from syncline.adapters.vllm.carry import CarriedError
+from syncline.adapters.vllm.doors import LEAVE
 from syncline.adapters.vllm.draft import check_draft
 from syncline.adapters.vllm.mainthread import MainThread
 from syncline.adapters.vllm.peers import Peers
@@ -84,7 +85,8 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
         version: the writers' number; None: the newest.
         timeout: seconds; ``update_timeout`` if left out.
         verify: the proof demanded: ``"none"``, ``"delivered"``, ``"installed"``; or ``"effective"``: no
-            update, but a comparison of all live tensors with a fresh load of ``directory``.
+            update, but a comparison of all live tensors with a fresh load of ``directory``; or ``"leave"``:
+            leave the job, where vLLM has no verb for it.
         directory: of the checkpoint for ``"effective"``.
     """
 
@@ -128,10 +130,11 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
         """Nothing to prepare: the first byte moves in `update_weights`."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Run one update; unlike the base class's, without a synchronisation that needs an accelerator."""
+        """Run one update; unlike the base class's, without synchronising a whole device.
+
+        What was written is there when this returns: its kernels were waited for, on their own streams.
+        """
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Bring this worker's live tensors to a version, together with all other workers of the instance.
@@ -140,7 +143,9 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
             CarriedError: what went wrong in any worker; see `_together` for who raises it.
         """
         seconds = self._options.update_timeout if update_info.timeout is None else update_info.timeout
-        if update_info.verify == "effective":
+        if update_info.verify == LEAVE:
+            self.shutdown()
+        elif update_info.verify == "effective":
             self._together(lambda: self._compare(update_info.directory), seconds + _SLACK)
         else:
             self._together(lambda: self._update(update_info, seconds), seconds + _SLACK)
@@ -155,6 +160,16 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
         elif self._worker is not None:
             self._worker.close()
         self._reader = self._worker = self.adapter = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """Refuse: a trainer publishes, and every engine pulls.
+
+        Raises:
+            AdapterError: always.
+        """
+        del iterator, trainer_args
+        raise AdapterError("a trainer sends nothing to this engine", hint="use syncline.WeightWriter.publish")
 
     # ------------------------------------------------------------------------------------ what they do
 
@@ -175,7 +190,7 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
 
         def learn() -> None:
             adapter = VLLMAdapter(
-                self._default_model,
+                getattr(self, "_default_model", self.model),  # there is no other where vLLM knows no draft
                 self.vllm_config,
                 self.device,
                 specs,
@@ -188,6 +203,8 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
             if info.twin_check:
                 checked.once(adapter.build, specs, adapter.check_twin)
             made.append(adapter)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what was tried out is not kept from whoever shares the device
 
         self._main.run(learn)
         adapter = made[0]
@@ -273,6 +290,8 @@ class SynclineTransferEngine(_base.WeightTransferEngine):
         peers.exchange(b"")  # from here on every worker's main thread is held: no forward pass runs
         mine: dict[str, str | None] | None = None
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # this thread begins on the first one
             task()
         except BaseException as error:  # travels to all workers, and is raised there
             logger.warning("%s: failed", self._who, exc_info=True)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from syncline.layout.written import LoaderTrace
 
 
+_DEVICE_ROOM = 256 << 20
+"""Bytes of a GPU that staging may take: to receive and prove so few takes less time than to begin."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
     """What was learned about one process.
@@ -102,15 +106,17 @@ def learn(
             n for n in own_tensors(layers[layer]) if trace.ties.get(m := f"{layer}.{n}", m) in filled
         )
 
+    idle = frozenset(name for name in layers if not written(name))  # nothing comes in: nothing is repeated
+    active = {name: layer for name, layer in layers.items() if name not in idle}
     with twins.context(vllm_config, vllm_config.model_config.dtype):
-        findings = rehearse_all(layers, written, device, vllm_config.model_config)
+        findings = rehearse_all(active, written, device, vllm_config.model_config)
     staged: dict[str, list[str]] = {}
     for layer, finding in findings.items():
         for own in sorted(finding.taken):
             name = f"{layer}.{own}"
             staged.setdefault(trace.ties.get(name, name), []).append(layer)
-    plan = make_plan(trace, staged)
-    statuses = _Check(model, twin, trace, findings, plan, filled, tuple(local), who).run()
+    plan = make_plan(trace, staged, room=_DEVICE_ROOM if device.type == "cuda" else 0)
+    statuses = _Check(model, twin, trace, findings, plan, filled, tuple(local), who, idle).run()
     return EngineLayout(trace, findings, plan, _manifest(trace, plan), twin, statuses, who)
 
 
@@ -154,6 +160,10 @@ def _manifest(trace: LoaderTrace, plan: Plan) -> Manifest:
     return Manifest.from_shards(shards, plan.storage_nbytes)
 
 
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 class _Check:
     """Compares the live tensors with what was foretold, and says whose business each is."""
 
@@ -167,15 +177,21 @@ class _Check:
         filled: Collection[str],
         local: Sequence[str],
         who: str,
+        idle: Collection[str],
     ) -> None:
+        self._idle = idle
         self._model, self._trace, self._findings, self._plan = model, trace, findings, plan
         self._filled, self._local, self._who = filled, local, who
         self._live, self._known = twins.tensors(model), twins.tensors(twin).keys()
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._derivers = {f"{name}." for name, _ in deferred(model)}
+        own = [name for name in self._live if _layer_of(name) in findings or _layer_of(name) in idle]
+        self._owner = {id(self._live[name]): name for name in reversed(own)}  # a layer may hang in two places
 
     def run(self) -> dict[str, Status]:
         for name in sorted(self._known - self._live.keys()):
+            if _layer_of(name) in self._idle:
+                continue  # what no checkpoint tensor fills, post-processing may use up
             self._refuse("the live engine lacks a tensor of its own model", name, "a tensor", "nothing")
         self._check_ties()
         for name, storage in self._plan.direct.items():
@@ -188,8 +204,10 @@ class _Check:
         """Refuse live tensors that became one where the loader fills two."""
         owners: dict[int, str] = {}
         for name in self._trace.live:
+            if name not in self._filled:
+                continue
             tensor = self._live[name]
-            if name not in self._filled or not tensor.numel():
+            if not tensor.numel():
                 continue
             owner = owners.setdefault(tensor.data_ptr(), name)
             if owner != name:
@@ -232,6 +250,8 @@ class _Check:
                 )
 
     def _status(self, name: str, known: bool) -> Status:
+        if not known:
+            name = self._owner.get(id(self._live[name]), name)
         canonical = self._trace.ties.get(name, name)
         if canonical in self._filled:
             return Status.SYNCED
@@ -242,6 +262,8 @@ class _Check:
             if self._findings[layer].way is Way.DIRECT:
                 return Status.LOCAL
             return Status.DERIVED
+        if not known and layer in self._idle:
+            return Status.LOCAL
         declared = any(fnmatchcase(name, pattern) for pattern in self._local)
         if declared or (known and name not in self._parameters):
             return Status.LOCAL

@@ -23,6 +23,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_STATE = (type, ModuleType, nn.Module, BuiltinFunctionType, torch.device, torch.dtype, torch.Size)
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 _MAX_OBJECTS = 200_000
+_FEW = 1 << 16  # bytes that are fetched from a device to be compared
+_WORDS = 1 << 22  # words of a device that are summed at a time
+_STEP = 0x5851F42D4C957F2D  # between two of them
 _CONFIGURATION = ("vllm.config", "transformers.", "logging", "torch.distributed", "vllm.distributed", "enum")
 
 
@@ -59,12 +62,34 @@ class _Identity:
 
 
 def content(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's shape, dtype and bytes as something hashable; no bytes for one without memory."""
+    """Return a tensor's shape, dtype and bytes as something hashable; no bytes for one without memory.
+
+    Many bytes on a device stay there: two sums of 64 bits stand for them.
+    """
     kind = (tuple(tensor.shape), str(tensor.dtype))
     if tensor.is_meta:
         return (*kind, None)
     flat = tensor.detach().contiguous().reshape(-1)
-    return (*kind, flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b"")
+    if not flat.numel():
+        return (*kind, b"")
+    octets = flat.view(torch.uint8)
+    if octets.device.type == "cpu" or octets.numel() <= _FEW:
+        return (*kind, octets.cpu().numpy().tobytes())
+    return (*kind, _sums(octets))
+
+
+def _sums(octets: torch.Tensor) -> tuple[int, ...]:
+    """Return two sums over the words of uint8[N], each word times a random factor of its place."""
+    whole = octets.numel() // 4 * 4
+    rest = octets[whole:].cpu().numpy().tobytes()
+    words = octets[:whole].view(torch.int32)
+    generator = torch.Generator(octets.device).manual_seed(0)
+    size = min(_WORDS, words.numel())
+    factors = torch.randint(-(2**63), 2**63 - 1, (2, size), generator=generator, device=octets.device)
+    total = torch.zeros(2, dtype=torch.int64, device=octets.device)
+    for part in words.split(size):
+        total = total * _STEP + (factors[:, : len(part)] * part.to(torch.int64)).sum(1)
+    return (*total.tolist(), *rest)
 
 
 def leaves(module: nn.Module) -> dict[str, Leaf]:

@@ -214,14 +214,13 @@ class Rehearsal:
 
     def _random(self, seed: int) -> _Given:
         """Return random tensors for everything that the checkpoint fills."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self._device).manual_seed(seed)
         found: _Given = {}
         for name, tensor in self._shapes().items():
             if name not in self._written:
                 continue
-            noise = torch.rand(tensor.shape, generator=generator) * 0.5 + 0.25
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-            found[name] = made.copy_(noise if tensor.is_floating_point() else noise * 100)
+            found[name] = _randomised(made, generator)
         return found
 
     def _probe(self) -> torch.Tensor | None:
@@ -245,6 +244,13 @@ class _Detached(nn.Module):
         self.__dict__.update(kept)
         self._parameters = dict(module._parameters)  # noqa: SLF001 (where they hang)
         self._buffers = dict(module._buffers)  # noqa: SLF001 (as above)
+
+
+def _randomised(made: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if made.is_floating_point() and made.element_size() > 1:
+        return made.uniform_(0.25, 0.75, generator=generator)
+    noise = torch.rand(made.shape, generator=generator, device=made.device) * 0.5 + 0.25
+    return made.copy_(noise if made.is_floating_point() else noise * 100)
 
 
 def _copies(given: _Given) -> _Given:

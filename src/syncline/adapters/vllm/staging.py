@@ -1,7 +1,7 @@
 """Where the bytes of an update land: in kernels' own memory, or in a staging arena for one stage at a time.
 
 Tensors that are received together form a group: those of layers that share one, and what one replay writes.
-Groups are packed into stages; the arena has the size of the largest group.
+Groups are packed into stages; the arena has the size of the largest group, or more where stages cost time.
 """
 
 from __future__ import annotations
@@ -89,13 +89,14 @@ class Plan:
         return {slot.storage: slot for slot in listed}
 
 
-def make_plan(trace: LoaderTrace, staged: Mapping[str, Sequence[str]]) -> Plan:
+def make_plan(trace: LoaderTrace, staged: Mapping[str, Sequence[str]], *, room: int = 0) -> Plan:
     """Lay out an update.
 
     Args:
         trace: of the engine's loader.
         staged: live names (the trace's) that go through staging -> layers that are put in from them. All
             other live tensors are written in place.
+        room: bytes that the arena may have, if that makes fewer stages; it always holds the largest group.
     """
     filled = [name for name in trace.live if name in trace.writes]
     sizes: list[int] = []
@@ -105,19 +106,20 @@ def make_plan(trace: LoaderTrace, staged: Mapping[str, Sequence[str]]) -> Plan:
             direct[name] = len(sizes)
             sizes.append(_nbytes(trace, name))
     packed: list[list[Group]] = []
-    room, arena = 0, 0
+    filled_up, arena, total = 0, 0, 0
     built = []
     for names, replays in _components(trace, staged):
         base = len(sizes)
         group, used = _group(trace, names, replays, staged, sizes)
         built.append((group, used, base))
-        arena = max(arena, used)
+        arena, total = max(arena, used), total + used
+    arena = max(arena, min(room, total))
     for group, used, _ in built:
-        if not packed or room + used > arena:
+        if not packed or filled_up + used > arena:
             packed.append([])
-            room = 0
-        packed[-1].append(_moved(group, room))
-        room += used
+            filled_up = 0
+        packed[-1].append(_moved(group, filled_up))
+        filled_up += used
     stages = [Stage("direct", tuple(direct.values()))] if direct else []
     for groups in packed:
         storages = tuple(s.storage for g in groups for s in (*g.live.values(), *g.inputs.values()))
