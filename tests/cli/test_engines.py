@@ -51,10 +51,13 @@ def test_the_failure_as_json(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["error"]["what"].startswith("vLLM cannot be run")
 
 
-def test_only_vllm_lists_live_tensors(tmp_path: Path) -> None:
+def test_engines_that_cannot_be_listed_or_shown(tmp_path: Path) -> None:
     done = run.invoke(app, ["verify", str(tmp_path), "--engine", "transformers"])
     assert done.exit_code == 2
-    assert "of vLLM only" in done.output
+    assert "'vllm', 'sglang'" in done.output
+    done = run.invoke(app, ["demo", "--engine", "sglang"])
+    assert done.exit_code == 2
+    assert "'transformers'" in done.output
 
 
 def test_a_directory_that_no_demo_left(tmp_path: Path) -> None:
@@ -137,10 +140,19 @@ class TestListing:
         assert "derived  a.scale float32[1]\n" in done.stdout
         assert "local    rope float32[8]\n" in done.stdout
         assert "does not load: mtp.weight" in done.stdout
-        assert (
-            "3 live tensors: 1 synced, 1 derived, 1 local; layers put in: 2 in place, 0 reload" in done.stdout
-        )
-        assert asked == [{"directory": "dir", "ranks": 2, "dtype": "auto", "local": ["x.*", "y"]}]
+        assert "3 live tensors: 1 synced, 1 derived, 1 local; put in: 2 in place, 0 reload" in done.stdout
+        assert asked == [
+            {"directory": "dir", "ranks": 2, "dtype": "auto", "local": ["x.*", "y"], "engine": "vllm"}
+        ]
+
+    def test_of_sglang_likewise(
+        self, asked: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules["syncline.cli.verify"], "sglang", lambda python: python)
+        done = run.invoke(app, ["verify", "dir", "--engine", "sglang"])
+        assert done.exit_code == 0
+        assert "derived  a.scale float32[1]\n" in done.stdout
+        assert [request["engine"] for request in asked] == ["sglang"]
 
     def test_as_json(self, asked: list[dict[str, object]]) -> None:
         done = run.invoke(app, ["verify", "dir", "--engine", "vllm", "--json"])

@@ -50,6 +50,21 @@ _DEEPSEEK = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+_STATES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "state_size": 16,
+    "num_hidden_layers": 2,
+    "expand": 2,
+    "num_heads": 8,
+    "head_dim": 32,
+    "n_groups": 2,
+    "chunk_size": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", BASE),
@@ -80,6 +95,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         BASE | _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     ),
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
+    "mamba2": ("Mamba2Config", _STATES),
+    "llama_mqa": ("LlamaConfig", BASE | {"num_key_value_heads": 1}),
 }
 """Name -> Transformers' configuration class and its arguments."""
 

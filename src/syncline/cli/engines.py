@@ -21,10 +21,17 @@ _SECONDS = 60.0
 
 
 class Engine(StrEnum):
-    """What the commands can run as an inference engine."""
+    """What the demo can run as an inference engine."""
 
     TRANSFORMERS = "transformers"
     VLLM = "vllm"
+
+
+class Listed(StrEnum):
+    """The engines whose live tensors are listed."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +54,6 @@ def vllm(python: Path | None) -> Interpreter:
     Raises:
         SynclineError: it lacks vLLM or syncline, or is no interpreter; says what to do.
     """
-    path = sys.executable if python is None else _absolute(python)
-    if missing := _missing(path, ("vllm", "syncline")):
-        raise SynclineError(
-            "vLLM cannot be run by this Python interpreter",
-            expected="vllm and syncline, installed in one environment",
-            found=f"no {' and no '.join(missing)} for {path}",
-            hint="`make .venv-vllm/.installed` installs both; then run .venv-vllm/bin/syncline, "
-            "or give --engine-python .venv-vllm/bin/python",
-        )
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores there are
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the process that we start
@@ -64,6 +62,28 @@ def vllm(python: Path | None) -> Interpreter:
         "DO_NOT_TRACK": "1",
         "VLLM_PLUGINS": "syncline",
     }
+    return _interpreter(python, "vllm", "vLLM", settings)
+
+
+def sglang(python: Path | None) -> Interpreter:
+    """Return the interpreter that runs SGLang: the given one, or this one.
+
+    Raises:
+        SynclineError: it lacks SGLang or syncline, or is no interpreter; says what to do.
+    """
+    return _interpreter(python, "sglang", "SGLang", {"TORCHDYNAMO_DISABLE": "1"})  # nothing is generated
+
+
+def _interpreter(python: Path | None, module: str, title: str, settings: dict[str, str]) -> Interpreter:
+    path = sys.executable if python is None else _absolute(python)
+    if missing := _missing(path, (module, "syncline")):
+        raise SynclineError(
+            f"{title} cannot be run by this Python interpreter",
+            expected=f"{module} and syncline, installed in one environment",
+            found=f"no {' and no '.join(missing)} for {path}",
+            hint=f"`make .venv-{module}/.installed` installs both; then run .venv-{module}/bin/syncline, "
+            f"or give --engine-python .venv-{module}/bin/python",
+        )
     given = {name: value for name, value in settings.items() if name not in os.environ}
     return Interpreter((path, "-P", "-W", "ignore"), given | kernels_apart(path))
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cli.engines import Engine, Interpreter, vllm
+from syncline.cli.engines import Engine, Interpreter, Listed, sglang, vllm
 from syncline.errors import SynclineError, from_wire, to_wire
 
-_SECONDS = 900.0  # in which vLLM starts, learns and answers
+_SECONDS = 900.0  # in which an engine starts, learns and answers
 
 
 def verify(
@@ -26,15 +26,15 @@ def verify(
         ),
     ],
     engine: Annotated[
-        Engine | None,
-        typer.Option(help="Start this engine on a checkpoint and list every live tensor of it (vllm)."),
+        Listed | None,
+        typer.Option(help="Start this engine on a checkpoint and list its live tensors (vllm, sglang)."),
     ] = None,
     engine_python: Annotated[
         Path | None,
         typer.Option(help="The Python interpreter that has the engine, if it is not this one."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="With --engine: tensor-parallel size.")] = 1,
-    dtype: Annotated[str, typer.Option(help="With --engine: dtype, as vLLM takes it.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="With --engine: dtype, as the engine takes it.")] = "auto",
     local: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,6 +124,7 @@ def _verify_vllm(
     directory: Path, instance: str, world: int, interpreter: Interpreter
 ) -> dict[str, dict[str, Any]]:
     request = {
+        "engine": Listed.VLLM.value,
         "directory": str(directory / "checkpoint"),
         "ranks": world,
         "dtype": "float32",  # as the demo runs it
@@ -155,11 +156,10 @@ def _show(found: dict[str, dict[str, Any]], *, equal: bool) -> None:
 # ------------------------------------------------------------------------------------------- live tensors
 
 
-def _list_live(engine: Engine, python: Path | None, request: dict[str, Any], *, as_json: bool) -> bool:
+def _list_live(engine: Listed, python: Path | None, request: dict[str, Any], *, as_json: bool) -> bool:
     """Return whether everything is explained."""
-    if engine is not Engine.VLLM:
-        raise SynclineError("live tensors are listed of vLLM only", expected="--engine vllm", found=engine)
-    interpreter = vllm(python)
+    interpreter = sglang(python) if engine is Listed.SGLANG else vllm(python)
+    request = request | {"engine": engine.value}
     try:
         ranks = _ask(interpreter, request)
     except SynclineError as error:
@@ -189,11 +189,11 @@ def _show_live(number: int, rank: dict[str, Any]) -> None:
         typer.echo(f"checkpoint tensors that the engine does not load: {', '.join(rank['unused'])}")
     told = ", ".join(f"{statuses.count(name)} {name}" for name in ("synced", "derived", "local"))
     ways = ", ".join(f"{count} {way}" for way, count in rank["ways"].items())
-    typer.echo(f"verify: rank {number}: {len(statuses)} live tensors: {told}; layers put in: {ways}")
+    typer.echo(f"verify: rank {number}: {len(statuses)} live tensors: {told}; put in: {ways}")
 
 
 def _ask(interpreter: Interpreter, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Have one process start vLLM and answer; return what each rank answered.
+    """Have one process start an engine and answer; return what each rank answered.
 
     Raises:
         SynclineError: what it could not explain; or it ended without an answer, with what it printed last.
@@ -204,7 +204,7 @@ def _ask(interpreter: Interpreter, request: dict[str, Any]) -> list[dict[str, An
         offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with Fleet(Path(scratch), offline, lambda _child, _event: None) as fleet:
             child = fleet.start(
-                "vLLM", "syncline.cli.verify_live", json_format.dumps(request), python=interpreter
+                request["engine"], "syncline.cli.verify_live", json_format.dumps(request), python=interpreter
             )
             (answer,) = fleet.take([child], "answered", _SECONDS)
     if (error := answer.get("error")) is not None:

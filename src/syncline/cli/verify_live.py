@@ -1,4 +1,4 @@
-"""The process of ``syncline verify`` that holds vLLM: explains its live tensors, or compares dumps with them.
+"""The process of ``syncline verify`` that holds an engine: explains live tensors, or compares dumps to it.
 
 python -m syncline.cli.verify_live REQUEST
 
@@ -12,35 +12,27 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 
-from syncline.adapters.vllm.explain import LookingRank, adapter_of, ask_ranks, explain, plainly
 from syncline.cli.demo.wire import Events
-from syncline.cli.demo.work import dump_name
 from syncline.errors import SynclineError, to_wire
-from syncline.verify.effective import compare
 
+if TYPE_CHECKING:
+    from syncline.adapters.explained import Explained
 
-class ComparingRank(LookingRank):
-    """See `LookingRank`."""
-
-    def syncline_compare(self, directory: str, dumps: str, instance: str) -> dict[str, Any]:
-        """Compare this rank's dump with the live tensors of an engine that was just started."""
-
-        def task() -> dict[str, Any]:
-            adapter = adapter_of(self, directory)
-            dump = load_file(Path(dumps) / dump_name(instance, adapter.rank))
-            report = compare(dump, adapter.live_tensors())
-            return {"tensors": report.tensors, "diffs": [str(diff) for diff in report.diffs]}
-
-        return plainly(task)
+_VLLM: dict[str, Any] = {  # nothing is generated
+    "max_model_len": 64,
+    "max_num_seqs": 1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enforce_eager": True,
+}
+_SGLANG: dict[str, Any] = {"max_total_tokens": 1024, "mem_fraction_static": 0.5, "log_level": "error"}
 
 
 def main() -> None:
-    """Answer, and end at once: vLLM's modules may hang at exit."""
+    """Answer, and end at once: engines' modules may hang at exit."""
     request: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     code = 0
@@ -55,41 +47,34 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    options = {
-        "ranks": request["ranks"],
-        "dtype": request["dtype"],
-        "max_model_len": 64,  # nothing is generated
-        "max_num_seqs": 1,
-        "kv_cache_memory_bytes": 1 << 30,
-        "enforce_eager": True,
-    }
-    directory = request["directory"]
     try:
         if "instance" in request:
-            arguments = (directory, request["dumps"], request["instance"])
-            return {"ranks": ask_ranks(directory, ComparingRank, "syncline_compare", arguments, **options)}
-        found = explain(directory, local=request["local"], **options)
+            return {"ranks": _compare(request)}
+        return {"ranks": [rank.plain() for rank in _explain(request)]}
     except SynclineError as error:
         return {"error": to_wire(error)}
-    return {
-        "ranks": [
-            {
-                "tensors": {
-                    name: {
-                        "status": status.status.value,
-                        "names": status.names,
-                        "dtype": status.dtype,
-                        "shape": status.shape,
-                    }
-                    for name, status in rank.tensors.items()
-                },
-                "own": dict(rank.own),
-                "ways": dict(rank.ways),
-                "unused": rank.unused,
-            }
-            for rank in found
-        ]
-    }
+
+
+def _compare(request: dict[str, Any]) -> list[dict[str, Any]]:
+    from syncline.adapters.vllm.explain import ask_ranks  # noqa: PLC0415 (only where vLLM is)
+    from syncline.cli.verify_vllm import ComparingRank  # noqa: PLC0415
+
+    directory = request["directory"]
+    arguments = (directory, request["dumps"], request["instance"])
+    options = {"ranks": request["ranks"], "dtype": request["dtype"], **_VLLM}
+    return ask_ranks(directory, ComparingRank, "syncline_compare", arguments, **options)
+
+
+def _explain(request: dict[str, Any]) -> list[Explained]:
+    directory = Path(request["directory"])
+    options = {"ranks": request["ranks"], "dtype": request["dtype"], "local": request["local"]}
+    if request["engine"] == "sglang":
+        from syncline.adapters.sglang import explain as of_sglang  # noqa: PLC0415 (only where SGLang is)
+
+        return of_sglang.explain(directory, **options, **_SGLANG)
+    from syncline.adapters.vllm import explain as of_vllm  # noqa: PLC0415 (only where vLLM is)
+
+    return of_vllm.explain(directory, **options, **_VLLM)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _CACHED_MANIFESTS = 64
 _WATCH_ROUND = 5.0
+_TURN = 5.0  # in a process that goes on after a stop all clocks have run out, also that of the I/O thread
 _SLACK = 5.0  # a future that outlives its deadline by this much means that the I/O thread itself is stuck
 
 
@@ -109,8 +110,9 @@ class MetaClient:
             RevokedError: the server was restarted during the update attempt that the request belongs to.
         """
         seconds = self._seconds(message, deadline)
+        answer = self.submit(message, seconds)
         try:
-            return self.submit(message, seconds).result(seconds + _SLACK)
+            return _waited(answer, seconds + _SLACK)
         except TimeoutError:
             raise SynclineError(f"the I/O thread of the MetaClient of job {self.job!r} is stuck") from None
         except SynclineError as error:
@@ -291,6 +293,14 @@ class MetaClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(reason="" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _waited(answer: Future[m.Message], seconds: float) -> m.Message:
+    """Return an answer; a process that was stopped for that long lets its I/O thread look for it first."""
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        return answer.result(_TURN)
 
 
 def _fresh(error: SynclineError) -> SynclineError:

@@ -57,7 +57,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_radix_cache": True,
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.5,  # of what is free; others may take some meanwhile
     "max_total_tokens": 1024,
     "skip_server_warmup": True,
     "log_level": "error",

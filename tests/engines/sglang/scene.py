@@ -1,14 +1,20 @@
 """One family, one number of ranks: an engine started from A is recorded, one from B is updated to A and back.
 
-python -m tests.engines.sglang.scene fresh|updated RANKS DIRECTORY CHECKPOINT... (under `engine.environment`)
-
-Each part runs in a process of its own and writes what it saw as JSON; the tests compare.
+Each part runs in a process of its own and writes what it saw as JSON; the tests compare. That process is
+forked from one that has imported SGLang already, and its schedulers are forked from it in turn (`serve`):
+importing SGLang takes 15 seconds of processor in each of six processes that a case would start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
+import signal
 import sys
+import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +23,12 @@ from tests.engines.sglang.engine import answers, poison, probe, say, start
 JOB = {"connect_timeout": 60.0, "update_timeout": 60.0, "stall": 30.0, "lease": 30.0}
 
 
-def fresh(checkpoint: Path, ranks: int, out: Path) -> None:
+def fresh(checkpoints: list[Path], ranks: int, out: Path) -> None:
     """Record a fresh engine: its answers and every live tensor."""
     from syncline.adapters.sglang import commands  # noqa: PLC0415
     from syncline.adapters.sglang.doors import EngineDoor  # noqa: PLC0415
 
-    engine = start(checkpoint, ranks)
+    engine = start(checkpoints[0], ranks)
     reply = commands.decode_reply(
         EngineDoor(engine).command(commands.encode(commands.Dump(str(out / "fresh-a"))), 60.0)
     )
@@ -33,11 +39,12 @@ def fresh(checkpoint: Path, ranks: int, out: Path) -> None:
     engine.shutdown()
 
 
-def updated(checkpoints: dict[str, Path], ranks: int, out: Path) -> None:
+def updated(made: list[Path], ranks: int, out: Path) -> None:
     """Start from B; poison and update to A; poison and update to B again; record all three."""
     from syncline.adapters.sglang import SGLangInstance  # noqa: PLC0415
     from syncline.options import Options  # noqa: PLC0415
 
+    checkpoints = dict(zip("ab", made, strict=True))
     engine = start(checkpoints["b"], ranks)
     say("updated: started")
     with Writer(checkpoints["a"], Options(**JOB)) as writer:
@@ -113,14 +120,52 @@ def _write(path: Path, what: object) -> None:
     path.write_text(json.dumps(what))
 
 
-def main() -> None:
-    part, ranks, out, *directories = sys.argv[1:]
-    paths = [Path(directory) for directory in directories]
-    if part == "fresh":
-        fresh(paths[0], int(ranks), Path(out))
-    else:
-        updated({"a": paths[0], "b": paths[1]}, int(ranks), Path(out))
+PARTS = {"fresh": fresh, "updated": updated}
+
+
+def _play(case: dict[str, Any]) -> None:
+    """Play a part in this process, a fork of the one that serves."""
+    os.setsid()
+    log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(case["environ"])
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_args, **_more: None  # SGLang would import itself anew
+    PARTS[case["part"]]([Path(one) for one in case["checkpoints"]], case["ranks"], Path(case["out"]))
+
+
+def _child(case: dict[str, Any]) -> int:
+    """Fork a process that plays a part and ends with 0 if nothing went wrong; return its id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        _play(case)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Play the parts that come, one a line; answer each with its process, and again when that has ended."""
+    for name in ("sglang", "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"):
+        import_module(name)
+    for line in sys.stdin:
+        child = _child(json.loads(line))
+        say(str(child))
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it left behind
+        say(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":
-    main()
+    serve()

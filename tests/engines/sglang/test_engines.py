@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from syncline.verify.effective import compare
 from tests.engines import checkpoints, experts
 from tests.engines.rows import Case, Notes, recorded
-from tests.engines.sglang.engine import environment, spawn
+from tests.engines.sglang.company import play
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,16 +26,16 @@ pytestmark = [
 ]
 
 SECONDS = 900.0  # for one part of a scene
-FAST = [("qwen3", 1)]
+FAST = [("qwen3", 1), ("deepseek_v3", 1)]
 SLOW = [
     ("qwen2", 1),
     ("llama", 1),
     ("qwen3_tied", 1),
     ("qwen3_moe", 1),
-    ("deepseek_v3", 1),
     ("qwen3", 2),
     ("qwen3_moe", 2),
     ("deepseek_v3", 2),
+    ("llama_mqa", 2),
 ]
 
 
@@ -136,18 +135,9 @@ YARN = {
 
 def run(part: str, ranks: int, out: Path, *made: Path) -> None:
     """Run one part of a scene in a process of its own; SGLang ends all children of the process it runs in."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.engines.sglang.scene",
-        part,
-        str(ranks),
-        str(out),
-        *map(str, made),
-    ]
-    spawn(command, environment(ranks, out / "run"), out / f"{part}.log", SECONDS)
+    status = play(part, ranks, out, SECONDS, *made)
     assert (out / {"fresh": "fresh-a.json", "updated": "updated.json"}[part]).is_file(), (
-        f"{part} failed:\n" + "\n".join((out / f"{part}.log").read_text().splitlines()[-40:])
+        f"{part} ended with {status}:\n" + "\n".join((out / f"{part}.log").read_text().splitlines()[-40:])
     )
 
 

@@ -319,6 +319,7 @@ def test_commands_and_errors_survive_their_wire() -> None:
     for command in (
         commands.Join(instance="i", frozen_draft=True),
         commands.Update(3, 1.5),
+        commands.Explain("directory", ("draft.*",)),
         commands.Leave(),
     ):
         assert commands.decode_command(commands.encode(command)) == command

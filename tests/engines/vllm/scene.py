@@ -40,23 +40,17 @@ def engine(directory: str, case: dict[str, Any], **more: Any) -> Any:
     """Start vLLM in this process."""
     from vllm import LLM  # noqa: PLC0415 (heavy)
 
-    # vLLM's start looks into every object of every module, and stumbles over that by which numba calls LLVM
-    aside = sys.modules.pop("llvmlite.binding.ffi", None)
-    try:
-        return LLM(
-            model=directory,
-            dtype=case["dtype"],
-            enforce_eager=case.get("eager", True),
-            max_model_len=128,
-            max_num_seqs=8,
-            seed=0,
-            tensor_parallel_size=case["tp"],
-            enable_prefix_caching=True,
-            **more,
-        )
-    finally:
-        if aside is not None:
-            sys.modules["llvmlite.binding.ffi"] = aside
+    return LLM(
+        model=directory,
+        dtype=case["dtype"],
+        enforce_eager=case.get("eager", True),
+        max_model_len=128,
+        max_num_seqs=8,
+        seed=0,
+        tensor_parallel_size=case["tp"],
+        enable_prefix_caching=case.get("prefix", True),
+        **more,
+    )
 
 
 def stop(llm: Any) -> None:

@@ -1,4 +1,4 @@
-"""An engine that speculates with a draft model: refused by name, or updated with the draft as it was."""
+"""An engine that speculates with a draft model: refused by name (B98), or the draft stays as it was (B99)."""
 
 from __future__ import annotations
 

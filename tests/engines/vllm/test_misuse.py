@@ -34,12 +34,12 @@ def test_an_update_before_joining(seen: dict[str, Any]) -> None:
     assert seen["not joined"]["what"].startswith("this engine has not joined a job")
 
 
-def test_a_trainer_that_lacks_a_tensor(seen: dict[str, Any]) -> None:
+def test_a_trainer_that_lacks_a_tensor(seen: dict[str, Any]) -> None:  # B24
     assert seen["too little"]["kind"] == "NameMismatchError"
     assert seen["dropped"] in "".join(str(value) for value in seen["too little"].values())
 
 
-def test_a_checkpoint_name_that_the_loader_ignores_must_be_declared(seen: dict[str, Any]) -> None:
+def test_a_checkpoint_name_that_the_loader_ignores_must_be_declared(seen: dict[str, Any]) -> None:  # B25
     assert seen["ignored"]["kind"] == "NameMismatchError"
     assert seen["ignored"]["tensor"] == IGNORED
     assert "extras" in seen["ignored"]["hint"]
@@ -56,7 +56,7 @@ def test_post_processing_that_cannot_be_repeated(seen: dict[str, Any]) -> None:
     assert seen["unrepeatable"]["tensor"].startswith("model.layers.0.")
 
 
-def test_an_engine_held_until_its_first_version_stays_paused(seen: dict[str, Any]) -> None:
+def test_an_engine_held_until_its_first_version_stays_paused(seen: dict[str, Any]) -> None:  # B92
     assert seen["held"]
 
 
@@ -67,7 +67,7 @@ def test_a_version_that_does_not_come(seen: dict[str, Any], when: str) -> None:
     assert seen["goes on"]
 
 
-def test_a_torn_update_is_never_served(seen: dict[str, Any]) -> None:
+def test_a_torn_update_is_never_served(seen: dict[str, Any]) -> None:  # B79, B84
     assert "torn on purpose" in str(seen["torn"]["what"])
     assert any("DIRTY" in note for note in seen["torn"]["notes"])
     assert seen["torn stays paused"]

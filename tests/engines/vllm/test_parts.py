@@ -16,7 +16,9 @@ from syncline.adapters.vllm.carry import CarriedError, unpack
 from syncline.adapters.vllm.doors import HTTPDoor
 from syncline.adapters.vllm.leaves import leaves
 from syncline.adapters.vllm.mainthread import MainThread
+from syncline.adapters.vllm.scan import make_llvm_scannable
 from syncline.adapters.vllm.staging import make_plan
+from syncline.adapters.vllm.weightless import Weightless
 from syncline.errors import AdapterError, DeadlineError, DigestMismatchError, RemoteError
 from syncline.layout.loader import Spec, trace_loader
 
@@ -157,3 +159,25 @@ def test_what_is_written_in_place_comes_first() -> None:
 def test_a_door_wants_a_url() -> None:
     with pytest.raises(AdapterError):
         HTTPDoor("file:///etc/passwd")
+
+
+def test_numbas_llvm_can_be_looked_into() -> None:
+    """As vLLM does when a worker starts: ``vars(x).get(...)`` of everything that has a ``__dict__``."""
+    from llvmlite.binding import ffi  # noqa: PLC0415 (it is what is changed)
+
+    make_llvm_scannable()
+    make_llvm_scannable()
+    assert vars(ffi.lib) == {}
+    assert callable(ffi.lib.LLVMPY_GetVersionInfo), "it is still the library"
+
+
+def test_a_constructor_may_compute_with_what_is_no_weight() -> None:
+    """With the meta device as the default, the values of the table could not be looked at."""
+    with Weightless():
+        layer = nn.Linear(4, 3)
+        slopes = torch.pow(torch.tensor(2.0), torch.arange(1, 4)).tolist()
+        scale = torch.ones(2, dtype=torch.float16, device="cpu")
+    assert slopes == [2.0, 4.0, 8.0]
+    assert layer.weight.is_meta
+    assert layer.bias.is_meta
+    assert (scale.is_meta, scale.dtype) == (True, torch.float16)

@@ -1,4 +1,4 @@
-"""A running OpenAI server takes three versions over HTTP while clients stream: nothing fails or mixes."""
+"""A running OpenAI server takes three versions while clients stream: nothing fails or mixes (B83-B87)."""
 
 from __future__ import annotations
 

@@ -92,6 +92,7 @@ def test_every_rank_is_explained(made: Path, tmp_path: Path) -> None:
         _check_listing(rank, set(checkpoints.tensors(made)))
 
 
+@pytest.mark.slow
 def test_a_parameter_that_nothing_fills_fails_by_name_unless_declared(made: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "plugin"
     (plugin / "stray-0.dist-info").mkdir(parents=True)

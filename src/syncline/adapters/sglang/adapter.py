@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncline import faults
+from syncline.adapters.explained import Explained
 from syncline.adapters.sglang import staging, twin
 from syncline.adapters.sglang.layout import Plot, survey
 from syncline.adapters.sglang.srt import srt, srt_version
@@ -177,6 +178,13 @@ class SGLangAdapter:
             name: LiveStatus(*self._explained(name), dtype_name(part.dtype), tuple(part.shape))
             for name, part in self.live_tensors().items()
         }
+
+    def explained(self) -> Explained:
+        """Return what each live tensor is, and how many tensors are put in which way."""
+        staged = self.counts()["staged"]
+        counted = {"direct": len(self._plot.names) - staged, "staged": staged}
+        ways = {way: count for way, count in counted.items() if count}
+        return Explained.of(self.live_status(), self.learned.trace.holes, ways, self.unused)
 
     def load_fresh(self, directory: Path) -> dict[str, torch.Tensor]:
         """Load a checkpoint by SGLang's own loader, beside the live model: its size in memory again."""

@@ -62,6 +62,18 @@ class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="des
     """List every live tensor of every rank."""
 
 
+class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="explain"):
+    """Say of every live tensor of every rank what it is. Needs no `Join`.
+
+    Attributes:
+        directory: the checkpoint that the engine was started from.
+        local: patterns of tensors that no checkpoint tensor fills and that stay as they are.
+    """
+
+    directory: str
+    local: tuple[str, ...] = ()
+
+
 class Effective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="effective"):
     """Compare every live tensor with a fresh load of a checkpoint directory by the engine's own loader."""
 
@@ -78,7 +90,7 @@ class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"
     """Leave the job; the engine keeps what it has."""
 
 
-Command = Join | Update | Describe | Effective | Dump | Leave
+Command = Join | Update | Describe | Explain | Effective | Dump | Leave
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -170,6 +170,8 @@ class Host:
             return self._update(command)
         if isinstance(command, c.Describe):
             return c.Reply(result=self._describe())
+        if isinstance(command, c.Explain):
+            return c.Reply(result=self._explain(command))
         if isinstance(command, c.Effective):
             return c.Reply(result=self._effective(Path(command.directory)))
         if isinstance(command, c.Dump):
@@ -248,6 +250,16 @@ class Host:
     def _describe(self) -> dict[str, Any]:
         live = self._errands.run(self._adapted().live_status)
         return {name: asdict(status) for name, status in live.items()}
+
+    def _explain(self, command: c.Explain) -> dict[str, Any]:
+        held = specs.from_directory(Path(command.directory))
+        if not held:
+            raise AdapterError(
+                "no checkpoint to explain", expected="safetensors files", found=command.directory
+            )
+        rules = Rules(frozen=command.local)
+        adapter = self._errands.run(lambda: self._adapt(held, rules))
+        return self._errands.run(adapter.explained).plain()
 
     def _effective(self, directory: Path) -> dict[str, int]:
         worker = self._worker or (self._reader.worker if self._reader is not None else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncline.adapters.vllm.scan import make_llvm_scannable
 from syncline.adapters.vllm.upstream import upstream
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ BACKEND = "syncline"
 
 def register() -> None:
     """Register the weight-transfer engine with vLLM; a second call does nothing."""
+    make_llvm_scannable()
     factory = upstream("distributed.weight_transfer.factory").WeightTransferEngineFactory
     if BACKEND not in factory._registry:  # noqa: SLF001 (the factory itself only raises on a second one)
         factory.register_engine(BACKEND, "syncline.adapters.vllm.engine", "SynclineTransferEngine")

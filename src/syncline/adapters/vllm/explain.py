@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.adapters import checkpoint
+from syncline.adapters.explained import Explained
 from syncline.adapters.vllm.adapter import VLLMAdapter
 from syncline.adapters.vllm.upstream import upstream
 from syncline.errors import AdapterError, SynclineError, from_wire, to_wire
-from syncline.store.adapter import LiveStatus, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """One worker of an instance.
-
-    Attributes:
-        tensors: every live tensor as synced, derived or local.
-        own: by name, how many elements of a synced tensor no checkpoint tensor fills, such as padding.
-        ways: how many layers are put in which way.
-        unused: checkpoint names that vLLM's loader did not use.
-    """
-
-    tensors: Mapping[str, LiveStatus]
-    own: Mapping[str, int]
-    ways: Mapping[str, int]
-    unused: tuple[str, ...]
+    from collections.abc import Callable, Collection
 
 
 class LookingRank:
@@ -67,7 +49,7 @@ def explain(
     """
     arguments = (str(directory), list(local))
     told = ask_ranks(directory, LookingRank, "syncline_explain", arguments, ranks=ranks, **options)
-    return [_explained(fields) for fields in told]
+    return [Explained.from_plain(fields) for fields in told]
 
 
 def ask_ranks(
@@ -139,22 +121,5 @@ def plainly(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(adapter: VLLMAdapter) -> dict[str, Any]:
-    status = adapter.live_status()
-    holes = {n: boxes for n, boxes in adapter.layout.trace.holes.items() if adapter.layout.names(n)}
-    return {
-        "tensors": {
-            name: [found.status.value, list(found.names), found.dtype, list(found.shape)]
-            for name, found in status.items()
-        },
-        "own": {name: sum(box.numel for box in boxes) for name, boxes in holes.items() if name in status},
-        "ways": adapter.ways,
-        "unused": list(adapter.layout.trace.unused),
-    }
-
-
-def _explained(fields: dict[str, Any]) -> Explained:
-    tensors = {
-        name: LiveStatus(Status(status), tuple(names), dtype, tuple(shape))
-        for name, (status, names, dtype, shape) in fields["tensors"].items()
-    }
-    return Explained(tensors, fields["own"], fields["ways"], tuple(fields["unused"]))
+    trace = adapter.layout.trace
+    return Explained.of(adapter.live_status(), trace.holes, adapter.ways, trace.unused).plain()

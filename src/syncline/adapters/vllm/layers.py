@@ -40,9 +40,15 @@ def with_post_processing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def deferred(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attention layers, by name, that derive tensors from other layers' weights after loading."""
-    is_deferred_attention_layer = upstream("model_executor.layers.attention").is_deferred_attention_layer
+    layers = upstream("model_executor.layers.attention")
+    asked = getattr(layers, "is_deferred_attention_layer", None)
+    kinds = (layers.Attention, layers.MLAAttention, layers.MMEncoderAttention)
     for name, module in model.named_modules():
-        if is_deferred_attention_layer(module):
+        if asked is not None:
+            found = asked(module)
+        else:  # vLLM did not always have a name for them
+            found = isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
+        if found:
             yield name, module
 
 
@@ -182,6 +188,8 @@ def width(module: Any) -> int | None:
     """Return how many inputs a layer that multiplies by a weight has; None for any other layer."""
     embeddings = upstream("model_executor.layers.vocab_parallel_embedding")
     linears = upstream("model_executor.layers.linear")
+    if any(tensor.ndim > 2 for tensor in own_tensors(module).values()):
+        return None  # a convolution that a linear layer only holds: its kernel is called by somebody else
     if isinstance(module.quant_method, embeddings.UnquantizedEmbeddingMethod):
         return getattr(module, "embedding_dim", None)
     if isinstance(module.quant_method, linears.LinearMethodBase):

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from syncline.adapters.vllm.layers import own_tensors, place
 from syncline.adapters.vllm.upstream import upstream
+from syncline.adapters.vllm.weightless import Weightless
 from syncline.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CONTAINERS = (dict, list, set)
+_GATHERING = "online_process_loader"  # name of vLLM's wrapper around a loader, by which it knows it itself
 
 
 def private_config(vllm_config: Any, **changes: Any) -> Any:
@@ -63,8 +66,7 @@ def build(vllm_config: Any, device: torch.device) -> nn.Module:
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = device  # some constructors ask it instead of the default device
     try:
-        with context(config, config.model_config.dtype), device:
-            return initialize_model(vllm_config=config).eval()
+        return _write_at_once(_constructed(initialize_model, config, device), device)
     except Exception as error:
         raise AdapterError(
             "no twin of the live model can be built",
@@ -72,6 +74,45 @@ def build(vllm_config: Any, device: torch.device) -> nn.Module:
             found=f"{type(error).__name__}: {error}",
             hint="the constructor must not look at the values of its tensors",
         ) from error
+
+
+def _constructed(initialize_model: Any, config: Any, device: torch.device) -> nn.Module:
+    """Run the constructor; without memory, let it compute with tensors that are no weights, if it has to."""
+    try:
+        with context(config, config.model_config.dtype), device:
+            return initialize_model(vllm_config=config).eval()
+    except Exception:
+        if device.type != "meta":
+            raise
+    config = private_config(config)  # the first attempt has registered layers
+    with context(config, config.model_config.dtype), Weightless():
+        return initialize_model(vllm_config=config).eval()
+
+
+def _write_at_once(twin: nn.Module, device: torch.device) -> nn.Module:
+    """Return the twin, whose loaders write into it at once where vLLM has them gather a whole layer first.
+
+    Quantisation while loading makes a layer's parameters when they are complete, and transforms them: that is
+    the layer's post-processing, and no business of the loader's.
+    """
+    reload = upstream("model_executor.model_loader.reload.layerwise")
+    for module in twin.modules():
+        info = reload.get_layerwise_info(module)
+        if not info.can_load():
+            continue
+        for name, tensor in own_tensors(module).items():
+            held: Any = tensor
+            if tensor.is_meta and device.type != "meta":
+                memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                place(module, name, tensor, memory)
+                held = own_tensors(module)[name]
+            loader: Any = getattr(held, "weight_loader", None)
+            while getattr(loader, "__name__", "") == _GATHERING and hasattr(loader, "__wrapped__"):
+                loader = loader.__wrapped__
+            if loader is not None:
+                held.weight_loader = loader
+        info.reset()
+    return twin
 
 
 def load(vllm_config: Any, directory: Path, device: torch.device) -> nn.Module:
