@@ -7,6 +7,7 @@ import time
 import pytest
 
 from syncline.errors import DeadlineError, FencedError, ProtocolError
+from syncline.meta.server import ListeningClock
 from syncline.protocol import messages as m
 from tests.meta.jobs import FP, QUICK, Engine, Trainer, instance_status, key, manifest, reader, status, writer
 
@@ -122,11 +123,28 @@ def test_a_server_that_was_suspended_blames_nobody(process, client):
     peer.said()
     member = client()
     fence = member.register(writer()).fence
-    os.kill(peer.pid, signal.SIGSTOP)
-    time.sleep(1.5 * QUICK.lease)
-    os.kill(peer.pid, signal.SIGCONT)
+    for pause, seconds in ((0.0, 1.5), (0.03, 1.2), (0.06, 0.9)):  # at any point of the server's round
+        time.sleep(pause)
+        os.kill(peer.pid, signal.SIGSTOP)
+        time.sleep(seconds * QUICK.lease)
+        os.kill(peer.pid, signal.SIGCONT)
     member.request(m.Heartbeat(fence))
     assert member.fence(fence) == fence  # it never had to come back
+
+
+def test_time_counts_only_while_the_server_looks_at_the_clock(monkeypatch):
+    clock = ListeningClock()
+    at = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: at)
+    begun = clock.look()
+    at += 0.2
+    assert clock.look() == pytest.approx(begun + 0.2)  # a short request
+    at += 1.0
+    assert clock.look(planned=1.0) == pytest.approx(begun + 1.2)  # it waited as long as it meant to
+    at += 1.5
+    assert clock.look(planned=1.0) == pytest.approx(begun + 1.2)  # suspended
+    at += 0.1
+    assert clock.look() == pytest.approx(begun + 1.3)
 
 
 def test_progress_of_bytes_keeps_a_pin_and_heartbeats_alone_do_not(serve, client):

@@ -49,21 +49,23 @@ class ListeningClock:
     """Monotonic seconds that count only while the server listens.
 
     Heartbeats that lie unread while it is suspended, or busy with one long request, must not cost their
-    senders the lease.
+    senders the lease. The time is therefore that of the last `look`, and stands still between two of them:
+    wherever a suspension strikes, the next look leaves it out.
     """
 
     def __init__(self) -> None:
         self._lost = 0.0
+        self._seen = time.monotonic()
 
-    def now(self) -> float:
-        """Return the time, in seconds."""
-        return time.monotonic() - self._lost
-
-    def forgive(self, since: float, planned: float = 0.0) -> None:
-        """Leave out what passed since `now` gave ``since``, if that is much more than ``planned`` seconds."""
-        passed = self.now() - since
+    def look(self, planned: float = 0.0) -> float:
+        """Return the time; what passed since the last look counts if not much over ``planned`` seconds."""
+        now = time.monotonic() - self._lost
+        passed = now - self._seen
         if passed > planned + _DEAF:
             self._lost += passed
+        else:
+            self._seen = now
+        return self._seen
 
 
 class MetaServer:
@@ -131,7 +133,7 @@ class MetaServer:
             self._dir.store_state(self._record)
             timing = Timing(lease=self._options.lease, stall=self._options.stall, recovery=self._recovery)
             self._state = JobState(
-                self.job, boot=self.boot, epochs=before.epochs, timing=timing, now=self._clock.now()
+                self.job, boot=self.boot, epochs=before.epochs, timing=timing, now=self._clock.look()
             )
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
@@ -246,18 +248,19 @@ class MetaServer:
         poller = zmq.Poller()
         for source in (self._gate.socket, self._router, self._wake):
             poller.register(source, zmq.POLLIN)
+        longest = min(_IDLE_WAIT, self._options.lease / 4)  # as much of a suspension may count
         try:
             while not self._stopping.is_set():
-                began = self._clock.now()
-                pause = max(min(self._state.next_wake(began), _IDLE_WAIT), _SHORTEST_WAIT)
+                wake = self._state.next_wake(self._clock.look())
+                pause = max(min(wake, longest), _SHORTEST_WAIT)
                 awake = {source for source, _ in poller.poll(math.ceil(pause * 1e3))}
-                self._clock.forgive(began, pause)
+                self._clock.look(pause)
                 if self._gate.socket in awake:
                     self._admit()
                 if self._router in awake:
                     self._serve()
                 else:
-                    self._state.tick(self._clock.now())
+                    self._state.tick(self._clock.look())
                     self._after()
         except BaseException as error:
             self._failure = error
@@ -276,9 +279,7 @@ class MetaServer:
             except zmq.Again:
                 return
             if len(parts) == 2:
-                began = self._clock.now()
                 self._take(*parts)
-                self._clock.forgive(began)
             else:
                 self._bad_frames += 1
 
@@ -327,7 +328,7 @@ class MetaServer:
         if isinstance(request, m.PutBinding):
             check_binding([len(one.blob) for one in self._state.core.bindings.values()], request)
         point("meta.before_handle")
-        reply = self._state.handle(request, self._clock.now())
+        reply = self._state.handle(request, self._clock.look())
         if self._state.epochs != self._record.epochs:
             record = msgspec.structs.replace(self._record, epochs=self._state.epochs)
             self._dir.store_state(record)
