@@ -64,7 +64,7 @@ def await_bound(core: Core, member: Member, request: req.AwaitBound, _until: flo
 def await_dirty(core: Core, member: Member, _request: req.AwaitDirty, _until: float) -> Done | Waiting:
     """Answer the controller once its instance, with no update under way, holds a mixture."""
     instance = core.instance_of(member)
-    if instance.dirty and not instance.pulling:
+    if instance.dirty and not instance.pulling and not instance.applying:
         return Done()
     return Waiting(f"instance {instance.name} to need an update before it may serve")
 

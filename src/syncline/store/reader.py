@@ -255,8 +255,8 @@ class WeightReader:
         status: m.Status = self.member.ask(m.StatusQuery(self._table), deadline)
         return [version for table in status.tables for version in table.versions], status.seq
 
-    def _status(self) -> m.InstanceStatus:
-        status: m.Status = self.member.ask(m.StatusQuery(self._table))
+    def _status(self, deadline: float | None = None) -> m.InstanceStatus:
+        status: m.Status = self.member.ask(m.StatusQuery(self._table), deadline)
         found = [i for t in status.tables for i in t.instances if i.name == self.instance]
         if not found:
             raise SynclineError("the MetaServer does not know this instance", found=self.instance)
@@ -351,8 +351,8 @@ class WeightReader:
         if not self._running.wait(_ROUND):
             raise DeadlineError(f"instance {self.instance} is paused")
         self.member.ask(m.AwaitDirty(self._fence, self._table, _ROUND), _ROUND)
-        with self._updating:
-            if self._paused_at is None and self.dirty:
+        with self._updating:  # briefly: an update must not wait here for a server that has gone
+            if self._paused_at is None and self._status(_HEARING).dirty:
                 logger.warning(
                     "instance %s is DIRTY, as a rank of it was replaced: paused until a full update",
                     self.instance,
