@@ -74,7 +74,7 @@ class WorkerWeightsReader:
         self._attempt = 0
         self._closing = threading.Event()
         try:
-            self.member.compiled(Op.COPY_DIGEST)  # takes a while, once
+            self.member.compiled(Op.COPY_DIGEST, Op.DIGEST)  # takes a while, once
             self._fence = self._register(rules or Rules())
         except BaseException as error:
             self._decline(error)
