@@ -12,6 +12,7 @@ from syncline.cli.demo.fleet import Fleet
 def main() -> None:
     """Start a child, print its process id and that of its child, and wait."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child would ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as would a child of nohup this one
     with Fleet(Path(sys.argv[1]), {}, lambda _child, _event: None) as fleet:
         child = fleet.start("child", "tests.cli.family")
         (ready,) = fleet.take([child], "ready", 60.0)

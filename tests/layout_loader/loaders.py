@@ -123,6 +123,21 @@ def _experts(transposed: bool) -> Case:
 
 
 @case
+def collected_first_and_copied_last() -> Case:
+    """A loader that keeps what it is given, and views of it, until it has seen everything (B61)."""
+
+    def load(p, weights):
+        kept = {name: (w, w.view(-1)) for name, w in weights}
+        for e in range(3):
+            p["w13"].data[e].copy_(torch.stack([kept[f"{e}.gate"][0], kept[f"{e}.up"][0]]))
+            p["flat"].data[8 * e : 8 * (e + 1)].copy_(kept[f"{e}.down"][1])
+
+    parts = {"gate": spec(4, 6), "up": spec(4, 6), "down": spec(2, 4)}
+    ck = {f"{e}.{part}": one for part, one in parts.items() for e in range(3)}
+    return Case(ck, live(w13=(3, 2, 4, 6, BF16), flat=(24, BF16)), load)
+
+
+@case
 def stacked_experts_tp2() -> Case:
     return _experts(transposed=False)
 

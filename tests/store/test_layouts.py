@@ -328,12 +328,15 @@ def test_both_transports_install_the_same(job: Job) -> None:
     assert all(torch.equal(found["shm"][n], t) for n, t in found["gloo"].items())
 
 
-def test_a_result_does_not_depend_on_the_bucket_size(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_does_not_depend_on_the_bucket_size(  # B09
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from syncline.transport import gloo  # noqa: PLC0415 - torch.distributed, only here
     from syncline.transport.base import Staging  # noqa: PLC0415
 
     values = {f"layers.{i}.w": stamped(5 + i, 8, start=1000.0 * i) for i in range(12)}
     values["a.large"] = stamped(40, 50, start=50_000)
+    values["experts.w13"] = stamped(8, 12, 8, start=90_000)  # more than the smaller buckets hold
     largest = values["a.large"].nbytes
     job.options = type(job.options)(
         connect_timeout=15.0, update_timeout=15.0, heartbeat=0.5, transport="gloo"

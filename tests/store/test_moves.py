@@ -129,7 +129,7 @@ def test_weights_that_are_offloaded_at_publish_are_named_and_come_back(job: Job)
     assert equal(trained, served)
 
 
-def test_a_changed_dtype_is_refused_by_name_and_later_versions_work(job: Job) -> None:
+def test_a_changed_dtype_is_refused_by_name_and_later_versions_work(job: Job) -> None:  # B29
     trained, served = Net(), Net(-1.0)
     writer, reader, trainer = joined(job, trained, served)
     writer.publish(1)

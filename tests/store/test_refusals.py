@@ -91,6 +91,42 @@ def test_reader_names_that_nobody_sends_fail_unless_frozen_and_then_stay_as_they
     assert engine.received == set(PLAIN)  # what a hook of the frozen tower goes by
 
 
+TOWERS = {
+    "model.language.w": stamped(4, 3),
+    "model.vision.w": stamped(2, 3, start=100),
+    "model.vision.norm": stamped(3, start=200),
+    "model.merger.w": stamped(3, 2, start=300),
+}
+
+
+def test_a_trainer_of_the_text_tower_feeds_a_reader_of_all_by_declaration_only(job: Job) -> None:  # B26
+    text = {"model.language.w": TOWERS["model.language.w"]}
+    writer = job.writer(Trainer(module(text)))
+    error = refuse(job, NameMismatchError, Engine(module(blank(TOWERS))))
+    assert "applied 1, missing 3" in error.what
+    engine = Engine(module(blank(TOWERS)))
+    reader = job.reader(engine, rules=Rules(frozen=("model.vision.*", "model.merger.*")))
+    for number in (1, 2):
+        writer.publish(number)
+        report = reader.update(number)
+        assert report.tensors == 1
+        for name, tensor in engine.live_tensors().items():
+            assert torch.equal(tensor, text.get(name, torch.full_like(tensor, -1))), name
+
+
+def test_a_trainer_of_all_towers_feeds_readers_of_all_and_of_one(job: Job) -> None:  # B26
+    writer = job.writer(Trainer(module(TOWERS)))
+    whole, text = Engine(module(blank(TOWERS))), Engine(module({"model.language.w": torch.zeros(4, 3)}))
+    readers = [
+        job.reader(whole, instance="whole"),
+        job.reader(text, instance="text", rules=Rules(extras=("model.vision.*", "model.merger.*"))),
+    ]
+    writer.publish(1)
+    assert [reader.update(1).tensors for reader in readers] == [4, 1]
+    for engine in (whole, text):
+        assert all(torch.equal(t, TOWERS[n]) for n, t in engine.live_tensors().items())
+
+
 def test_an_update_of_a_misfit_that_skipped_the_check_raises_and_changes_nothing(job: Job) -> None:
     writer = job.writer(Trainer(module(PLAIN)))
     engine = Engine(module({f"model.{n}": t for n, t in blank(PLAIN).items()}))

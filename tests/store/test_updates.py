@@ -22,7 +22,7 @@ from syncline.errors import (
 from syncline.meta.client import MetaClient
 from syncline.transport.running import Running
 from syncline.transport.shm_program import ShmProgram
-from tests.store.pair import Engine, Job, Trainer, blank, module, shard, stamped
+from tests.store.pair import OPTIONS, Engine, Job, Trainer, blank, module, shard, stamped
 
 if TYPE_CHECKING:
     from syncline.protocol.messages import Message
@@ -417,6 +417,23 @@ def test_a_report_says_what_was_done_and_proved(job: Job, level: Any) -> None:
     assert {"plan_s", "bind_s", "transfer_s", "proof_s"} <= set(rank)
     assert report.as_dict()["key"] == "1.1"
     assert report.as_dict()["gb_per_s"] == report.gb_per_s
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("pause", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("released", [False, True])
+def test_no_combination_of_options_skips_an_update(  # B88
+    job: Job, transport: str, pause: Any, released: bool
+) -> None:
+    job.options = type(job.options)(**{**OPTIONS, "transport": transport})
+    pair = Pair(job, reader={"pause": pause, "verify_every": 2})
+    for number, level in enumerate(("none", "delivered", "installed", "none"), 1):
+        pair.step(number, by=float(number))
+        assert pair.reader.update(number, verify=level).changed
+        assert pair.equal
+        assert str(pair.engine.version) == f"1.{number}"
+        if released:
+            pair.writer.release()
 
 
 def test_only_every_nth_update_is_proved_and_the_reports_say_so(job: Job) -> None:

@@ -80,7 +80,7 @@ def test_versions_arrive_without_a_copy_at_the_trainer(job: Job, driver: fake.Dr
     assert ("load", 0) in driver.log
 
 
-def test_readers_wait_for_the_writes_before_a_publish(job: Job, driver: fake.Driver) -> None:
+def test_readers_wait_for_the_writes_before_a_publish(job: Job, driver: fake.Driver) -> None:  # B59
     """Recorded on the trainer's own stream, in its own thread, before the version is announced."""
     writer = job.writer(Trainer(module(on_device(driver, tensors()))))
     reader = job.reader(Engine(module(on_device(driver, blank(tensors())))))
