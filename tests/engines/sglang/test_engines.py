@@ -37,6 +37,8 @@ SLOW = [
     ("deepseek_v3", 2),
     ("llama_mqa", 2),
 ]
+PADDED = {"llama_mqa"}
+"""Families with fewer key-value heads than ranks: SGLang pads these on a CPU; the last rank has no other."""
 
 
 @dataclass
@@ -153,7 +155,9 @@ def test_every_tensor_equals_a_fresh_engines(scene: Scene) -> None:
 def test_the_two_versions_differ_in_every_synced_tensor(scene: Scene) -> None:
     for rank in range(scene.case.ranks):
         a, b = scene.dump("fresh-a", rank), scene.dump("fresh-b", rank)
-        same = [name for name in scene.updated["spoiled"] if torch.equal(a[name], b[name])]
+        status = scene.updated["status"][rank]
+        synced = [name for name in scene.updated["spoiled"] if status[name][0] != "local"]
+        same = [name for name in synced if torch.equal(a[name], b[name])]
         assert same == []
 
 
@@ -178,7 +182,9 @@ def test_every_live_tensor_is_explained(scene: Scene) -> None:
     for rank, status in enumerate(scene.updated["status"]):
         assert status.keys() == scene.dump("fresh-b", rank).keys()
         synced = {name for kind, held in status.values() if kind == "synced" for name in held}
-        assert synced == names, names - synced
+        padding = rank > 0 and scene.case.model in PADDED
+        assert {name for name in names - synced if not (padding and ".self_attn." in name)} == set()
+        assert synced <= names
         derived = {name for name, (kind, _) in status.items() if kind == "derived"}
         assert bool(derived) == (scene.case.model == "deepseek_v3")
         assert set(scene.updated["spoiled"]) >= derived

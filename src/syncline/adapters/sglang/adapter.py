@@ -238,4 +238,5 @@ class SGLangAdapter:
 
     def _recompute(self) -> None:
         with torch.inference_mode():
+            self._plot.put_constants()
             srt("model_loader.loader").post_load_weights(self._runner.model)

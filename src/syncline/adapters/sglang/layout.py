@@ -21,13 +21,14 @@ from syncline.layout.manifest import Manifest
 from syncline.store.adapter import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
     from syncline.adapters.sglang.staging import Arena
     from syncline.adapters.sglang.twin import Learned
     from syncline.layout.box import Box
+    from syncline.layout.replay import Replay
     from syncline.layout.shard import Shard
 
 Pin = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -47,6 +48,7 @@ class Plot:
         derived: live names that the engine's hook recomputes.
         local: live names that are neither.
         replayed: live names of which the loader computes elements.
+        constants: what the loader writes whatever the checkpoint holds; it is written with every update.
     """
 
     manifest: Manifest
@@ -58,6 +60,7 @@ class Plot:
     derived: frozenset[str]
     local: frozenset[str]
     replayed: frozenset[str]
+    constants: tuple[Replay, ...]
     _live: Mapping[str, Slot]
     _direct: list[torch.UntypedStorage]
     _pins: dict[str, Pin]
@@ -110,6 +113,11 @@ class Plot:
         self._replay(group, arena)
         for name in group.modules:
             process(model, name, group, arena, self.forms, self.holes)
+
+    def put_constants(self) -> None:
+        """Write what the loader writes whatever the checkpoint holds: zeros in place of absent heads, say."""
+        for one in self.constants:
+            one.run({}, {name: self._live[name].get().data for name in one.live})
 
     def _replay(self, group: Group, arena: Arena) -> None:
         """Run a stage's recorded computations from what arrived into live tensors, or into the stage."""
@@ -166,11 +174,22 @@ def survey(model: nn.Module, learned: Learned, device: str, local: Sequence[str]
         derived=derived,
         local=rest,
         replayed=frozenset(name for replay in learned.trace.replays if replay.inputs for name in replay.live),
+        constants=tuple(_constants(learned, live, staged)),
         _live=live,
         _direct=storages,
         _pins={name: pin for name in pinned if (pin := _pin(live[name])) is not None},
         _who=who,
     )
+
+
+def _constants(learned: Learned, live: Mapping[str, Slot], staged: Mapping[str, str]) -> Iterator[Replay]:
+    """Yield the loader's constants that stand in live tensors of the form that a load leaves them in."""
+    for replay in learned.trace.replays:
+        places = [name for name in replay.live if name in live and name not in staged]
+        if replay.inputs or len(places) < len(replay.live):
+            continue
+        if all(Geometry.of(live[name].get()).form == learned.forms[name].form for name in places):
+            yield replay
 
 
 def _staged(processed: Iterable[Processed], names: Mapping[str, object]) -> dict[str, str]:
@@ -234,7 +253,7 @@ def _groups(
     for replay in learned.trace.replays:
         aside = [staged[name] for name in replay.live if name in staged]
         if not replay.inputs and not aside:
-            continue  # constants: they stand in live memory since the engine started
+            continue  # constants: nothing has to arrive for them
         layers = {layer_of(name) for name in aside or replay.live[:1]}
         if len(layers) > 1 or len(aside) not in {0, len(replay.live)}:
             raise AdapterError(
