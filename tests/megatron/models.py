@@ -227,6 +227,9 @@ def step(model: Model, cut: Cut, optimizer: Any) -> None:
 
     optimizer.zero_grad()
     for chunk in model.chunks:
+        # Experts under TP train with sequence parallelism only, which the local norms lack; without dropout
+        # nothing but the check of that tells the two modes apart.
+        chunk.train(cut.tp == 1 or not model.provider.num_moe_experts)
         if hasattr(chunk, "zero_grad_buffer"):
             chunk.zero_grad_buffer()
     get_forward_backward_func()(

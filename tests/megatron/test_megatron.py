@@ -1,4 +1,10 @@
-"""Real Megatron ranks: what each learns, what it publishes, what it refuses."""
+"""Real Megatron ranks: what each learns, what it publishes, what it refuses.
+
+Between them the cases meet more ranks than key-value groups and the interleave of fused QKV, also of layers
+that predict (B03-B05), gate/up under TP (B06), experts over EP, ETP and both (B11, B12), stages and virtual
+stages (B16), ties across both (B19, B20), routers' biases (B30) and gathers that are still to come after a
+step (B108).
+"""
 
 from __future__ import annotations
 
@@ -42,6 +48,11 @@ LEARN: dict[str, dict[str, Any]] = {
         "changes": {"num_hidden_layers": 4},
     },
     "tied": {"family": "qwen3_tied", "cut": {"pp": 2, "tp": 2}},
+    "tied-virtual": {
+        "family": "qwen3_tied",
+        "cut": {"pp": 3, "vpp": 2},
+        "changes": {"num_hidden_layers": 6},
+    },
     "padded": {
         "family": "qwen3",
         "cut": {"tp": 2},
@@ -50,6 +61,9 @@ LEARN: dict[str, dict[str, Any]] = {
     },
     "biased": {"family": "qwen2", "cut": {"tp": 2}},
     "experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
+    "experts-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "etp": 2}},
+    "experts-instead-of-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "ep": 2, "etp": 1}},
+    "experts-and-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "ep": 2, "etp": 2, "dp": 2}},
     "latent": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
     "predicting": {
         "family": "deepseek_v3",
@@ -64,6 +78,11 @@ PUBLISH: dict[str, dict[str, Any]] = {
     "published": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}},
     "published-experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
     "published-tied": {"family": "qwen3_tied", "cut": {"pp": 2}},
+    "published-tied-virtual": {
+        "family": "qwen3_tied",
+        "cut": {"pp": 3, "vpp": 2},
+        "changes": {"num_hidden_layers": 6},
+    },
     "published-bias": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
     "published-offset": {"family": "qwen3", "cut": {"tp": 2}, "mappings": "offset"},
     "overlapped": {"family": "qwen3", "cut": {"dp": 2}, "overlap": True, "dtype": "bfloat16"},
@@ -175,6 +194,9 @@ def test_a_tied_copy_on_the_last_stage_is_a_replica(scenes: Scenes) -> None:
     told = scenes.of("learn-tied", 4)
     assert told[0]["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert told[2]["shared"] == ["lm_head.weight"]
+    virtual = scenes.of("learn-tied-virtual", 3)  # B20
+    assert virtual[0]["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert [rank["shared"] for rank in virtual] == [[], [], ["lm_head.weight"]]
     predicting = scenes.of("learn-predicting", 4)
     assert predicting[2]["shared"] == ["model.embed_tokens.weight"]
 
@@ -183,6 +205,19 @@ def test_every_expert_is_held_once(scenes: Scenes) -> None:
     held = [{n for n in rank["names"] if ".experts." in n} for rank in scenes.of("learn-experts", 2)]
     assert held[0] & held[1] == set()
     assert len(held[0] | held[1]) == 2 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "owners"), [("tensor", 2, 1), ("instead-of-tensor", 2, 2), ("and-tensor", 4, 2)]
+)
+def test_experts_are_cut_over_both_parallelisms(  # B11
+    scenes: Scenes, name: str, ranks: int, owners: int
+) -> None:
+    told = scenes.of(f"learn-experts-{name}", ranks)
+    held = [frozenset(n for n in rank["names"] if ".experts." in n) for rank in told]
+    assert {len(names) for names in held} == {2 * 4 * 3 // owners}
+    assert len(set(held)) == owners
+    assert len(frozenset().union(*held)) == 2 * 4 * 3
 
 
 def test_grouped_experts_are_boxes_of_one_tensor(scenes: Scenes) -> None:
