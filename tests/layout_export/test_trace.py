@@ -102,3 +102,36 @@ def test_an_exporter_that_rebinds_reads_or_fails_is_refused():
         trace_export({"w": _meta(1)}, lambda state: {"w": state["w"] * state["w"].item()})
     with pytest.raises(LayoutError, match="no tensor"):
         trace_export({"w": _meta(1)}, lambda state: {"w": len(state)})
+
+
+def test_fused_attention_lands_alike_as_weight_lora_factor_and_draft_layer():
+    """B05: side paths have the trainer's groups, too; here 2 groups of 2 query heads, a key and a value head.
+
+    Read as [all queries | keys | values], the fused tensor would give every head but the first a wrong one.
+    """
+    groups, queries, size = 2, 2, 2
+    rows = {
+        "q": [0, 1, 2, 3, 8, 9, 10, 11],  # of the fused tensor: q q k v | q q k v, two rows a head
+        "k": [4, 5, 12, 13],
+        "v": [6, 7, 14, 15],
+    }
+    fused = {"layers.0.qkv": 3, "layers.0.qkv.lora_B": 2, "draft.0.qkv": 3}
+
+    def export(state):
+        out = {}
+        for name, tensor in state.items():
+            split = [g.split([queries * size, size, size]) for g in tensor.chunk(groups)]
+            parts = zip("qkv", zip(*split, strict=True), strict=True)
+            out |= {f"{name}.{x}": torch.cat(part) for x, part in parts}
+        return out
+
+    sources = trace_export({name: _meta(16, columns) for name, columns in fused.items()}, export)
+    for name, columns in fused.items():
+        live = torch.arange(16 * columns).view(16, columns)
+        for x, want in rows.items():
+            found = torch.full((len(want), columns), -1)
+            for part in sources[f"{name}.{x}"].parts:
+                low, high = part.box.offset[0], part.box.offset[0] + part.box.size[0]
+                assert part.live == name
+                found[low:high] = live.as_strided(part.box.size, part.stride, part.offset)
+            assert found.tolist() == live[want].tolist(), (name, x)
