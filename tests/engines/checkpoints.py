@@ -97,6 +97,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
     "mamba2": ("Mamba2Config", _STATES),
     "llama_mqa": ("LlamaConfig", BASE | {"num_key_value_heads": 1}),
+    "phi": ("PhiConfig", BASE),
+    "apertus": ("ApertusConfig", BASE | _HEAD),
 }
 """Name -> Transformers' configuration class and its arguments."""
 

@@ -75,10 +75,10 @@ def describe(worker: Any, directory: str) -> dict[str, Any]:
 
 def probe(adapter: VLLMAdapter, directory: str) -> int:
     """Send coordinates through vLLM's own loader; return how many tensors land as the trace says."""
-    twin, real = adapter.real_twin()
+    load, state = adapter.real_twin()
     with twins.context(adapter._config, adapter._config.model_config.dtype):
         specs = checkpoint.from_directory(Path(directory))
-        probed = probe_loader(real, twin.load_weights, specs)
+        probed = probe_loader(state(), load, specs, state=state)
     trace: LoaderTrace = adapter.layout.trace
     compare(trace, probed)
     filled = trace.writes.keys() | {name for replay in trace.replays for name in replay.live}

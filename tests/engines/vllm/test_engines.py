@@ -31,6 +31,8 @@ SLOW = [
     ("deepseek_v3", 2, "float32"),
     ("qwen3_tied", 2, "bfloat16"),
     ("llama_mqa", 2, "float32"),
+    ("phi", 1, "bfloat16"),
+    ("apertus", 1, "bfloat16"),
 ]
 
 COMPUTED = {"mamba2": 2}

@@ -14,10 +14,13 @@ from torch import nn
 
 from syncline.adapters.vllm.carry import CarriedError, unpack
 from syncline.adapters.vllm.doors import HTTPDoor
+from syncline.adapters.vllm.layers import ask
 from syncline.adapters.vllm.leaves import leaves
 from syncline.adapters.vllm.mainthread import MainThread
 from syncline.adapters.vllm.scan import make_llvm_scannable
 from syncline.adapters.vllm.staging import make_plan
+from syncline.adapters.vllm.temporaries import Temporaries
+from syncline.adapters.vllm.twin import without_memory
 from syncline.adapters.vllm.weightless import Weightless
 from syncline.errors import AdapterError, DeadlineError, DigestMismatchError, RemoteError
 from syncline.layout.loader import Spec, trace_loader
@@ -181,3 +184,46 @@ def test_a_constructor_may_compute_with_what_is_no_weight() -> None:
     assert layer.weight.is_meta
     assert layer.bias.is_meta
     assert (scale.is_meta, scale.dtype) == (True, torch.float16)
+
+
+def test_tensors_that_a_constructor_computed_have_no_memory_either() -> None:
+    """A module that the live model has, too, keeps its own."""
+    tied: Any = nn.Parameter(torch.log(torch.tensor([2.0, 3.0])), requires_grad=False)
+    tied.weight_loader = print  # as vLLM hangs it there
+    twin = nn.ModuleList([nn.Module(), nn.Module(), nn.Module()])
+    first, second, shared = twin
+    first.register_parameter("alpha", tied)
+    second.register_parameter("tied", tied)
+    first.register_buffer("beta", torch.tensor(0.5))
+    shared.register_buffer("table", torch.arange(3.0))
+    without_memory(twin, {first, second})
+    found: Any = dict(first.named_parameters())["alpha"]
+    assert (found.is_meta, tuple(found.shape), found.weight_loader) == (True, (2,), print)
+    assert dict(second.named_parameters())["tied"] is found
+    assert dict(first.named_buffers())["beta"].is_meta
+    assert dict(shared.named_buffers())["table"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_memory_that_nobody_holds_is_spoiled_and_restored() -> None:
+    """What a kernel that was given a bare address would read is seen to change."""
+    layer = nn.Linear(3, 1, bias=False)
+    temporaries = Temporaries()
+    with torch.no_grad(), temporaries:
+        packed = layer.weight.detach() * 2  # held by nobody but a kernel's address of it
+        layer.weight.copy_(packed)
+        kept = packed + 1
+    before = packed.clone()
+    with temporaries.spoiled([layer.weight, kept]):
+        assert packed.tolist() == [[0.0, 0.0, 0.0]]
+        assert layer.weight.tolist() == before.tolist()
+        assert kept.tolist() == (before + 1).tolist()
+    assert packed.tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("made_for", [torch.float32, None])
+def test_a_kernel_is_asked_in_the_dtype_of_its_layer(made_for: torch.dtype | None) -> None:
+    """A router in float32 within a model in bfloat16: its kernel would take the inputs for float32."""
+    seen: list[torch.dtype] = []
+    method = SimpleNamespace(apply=lambda _layer, x, _bias: seen.append(x.dtype) or x)
+    ask(SimpleNamespace(params_dtype=made_for, quant_method=method), torch.ones(2, 2, dtype=torch.bfloat16))
+    assert seen == [made_for or torch.bfloat16]

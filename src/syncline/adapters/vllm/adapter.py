@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from syncline.adapters.vllm.staging import Group
-    from syncline.layout.loader import Spec
+    from syncline.layout.loader import Loader, Spec
     from syncline.layout.manifest import Manifest
     from syncline.protocol.ids import VersionKey
     from syncline.store.adapter import PauseMode, Stage
@@ -306,18 +306,24 @@ class VLLMAdapter:
         Raises:
             EffectiveMismatchError: the layout puts something elsewhere than the loader does; named.
         """
-        twin, tensors = self.real_twin()
+        load, state = self.real_twin()
         with twins.context(self._config, self._config.model_config.dtype):
-            return twin_check(self.layout.trace, tensors, twin.load_weights, self._checkpoint)
+            return twin_check(self.layout.trace, state(), load, self._checkpoint, state=state)
 
-    def real_twin(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a model of vLLM's in host memory, not loaded, and its tensors of which the trace speaks.
+    def real_twin(self) -> tuple[Loader, Callable[[], dict[str, torch.Tensor]]]:
+        """Return the loader of a model in host memory, and what returns those tensors that the trace knows.
 
         Tensors that vLLM shares between models are not among them.
         """
-        twin: Any = twins.build(self._config, torch.device("cpu"))
+        host = torch.device("cpu")
+        twin: Any = twins.build(self._config, host)
+        twins.complete(twin, self._config, self.layout.trace, self._checkpoint, host)
         known = self.layout.trace.live.keys() | self.layout.trace.ties.keys()
-        return twin, {name: tensor for name, tensor in twins.tensors(twin).items() if name in known}
+
+        def state() -> dict[str, torch.Tensor]:
+            return {name: tensor for name, tensor in twins.tensors(twin).items() if name in known}
+
+        return twin.load_weights, state
 
     @property
     def build(self) -> dict[str, object]:

@@ -198,8 +198,14 @@ def width(module: Any) -> int | None:
 
 
 def ask(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Return what a layer's kernel answers, without bias."""
-    return module.quant_method.apply(module, inputs, None)
+    """Return what a layer's kernel answers, without bias.
+
+    The inputs are converted to the dtype that the layer was made for (a router in float32 within a model in
+    bfloat16): some kernels take them for that dtype without looking, and read and write past their ends.
+    """
+    kind = getattr(module, "params_dtype", None)
+    made_for = kind if isinstance(kind, torch.dtype) and kind.is_floating_point else inputs.dtype
+    return module.quant_method.apply(module, inputs.to(made_for), None)
 
 
 def as_computed(module: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -95,7 +95,8 @@ def learn(
             hint="vLLM itself cannot reload such a model: restart the engine",
         )
     trace = _trace(vllm_config, checkpoint, who)
-    twin = twins.build(vllm_config, torch.device("meta"))
+    meta = torch.device("meta")
+    twin = twins.complete(twins.build(vllm_config, meta), vllm_config, trace, checkpoint, meta)
     layers = dict(with_post_processing(twin))
     filled = {name for name, found in trace.names.items() if found} | {
         live for replay in trace.replays for live in replay.live

@@ -7,6 +7,7 @@ twin layer holds afterwards what a fresh one loaded with the same weights holds.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from syncline.adapters.vllm.layers import Reload, Untouched, ask, own_tensors, width
 from syncline.adapters.vllm.leaves import content, leaves
+from syncline.adapters.vllm.temporaries import Temporaries
 from syncline.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -137,8 +139,10 @@ class Rehearsal:
         given = _copies(second)
         before = self._look().hidden
         # a second reload counts: the first one may leave the layer in a state that no later one survives
-        taken = Reload(self._module, self._model_config).run(_copies(first))
-        taken = Reload(self._module, self._model_config).run(given)
+        temporaries = Temporaries() if handles else nullcontext()
+        with temporaries:
+            Reload(self._module, self._model_config).run(_copies(first))
+            taken = Reload(self._module, self._model_config).run(given)
         for name, tensor in own_tensors(self._module).items():
             if name in second and name not in taken:
                 tensor.detach().copy_(second[name])  # written in place by a transfer
@@ -148,6 +152,16 @@ class Rehearsal:
             raise AdapterError("a handle to transformed weights was not made anew", found=sorted(handles)[:3])
         if handles and want.answer is None:
             raise AdapterError("the kernel hides its weights, and cannot be asked for them")
+        if isinstance(temporaries, Temporaries):
+            hidden = (leaf.tensor for leaf in leaves(self._module).values())
+            held = [
+                *own_tensors(self._module).values(),
+                *given.values(),
+                *(t for t in hidden if t is not None),
+            ]
+            with temporaries.spoiled(held):
+                if self._look().answer != got.answer:
+                    raise AdapterError("the kernel goes on reading memory that a reload lets go of")
         for tensor in given.values():
             tensor.fill_(0)
         keeps = self._look().answer != got.answer or self._look().tensors != got.tensors

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from syncline.adapters.vllm.layers import own_tensors, place
 from syncline.adapters.vllm.upstream import upstream
@@ -18,10 +22,12 @@ from syncline.adapters.vllm.weightless import Weightless
 from syncline.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
+
+    from syncline.layout.written import LoaderTrace, Spec
 
 _CONTAINERS = (dict, list, set)
 _GATHERING = "online_process_loader"  # name of vLLM's wrapper around a loader, by which it knows it itself
@@ -85,8 +91,46 @@ def _constructed(initialize_model: Any, config: Any, device: torch.device) -> nn
         if device.type != "meta":
             raise
     config = private_config(config)  # the first attempt has registered layers
-    with context(config, config.model_config.dtype), Weightless():
-        return initialize_model(vllm_config=config).eval()
+    with context(config, config.model_config.dtype), Weightless(), _constructing() as new:
+        return without_memory(initialize_model(vllm_config=config).eval(), new)
+
+
+@contextmanager
+def _constructing() -> Iterator[set[nn.Module]]:
+    """Collect the modules that register a tensor meanwhile: those that are made, and none that is shared."""
+    made: set[nn.Module] = set()
+
+    def registered(module: nn.Module, _name: str, _tensor: object) -> None:
+        made.add(module)
+
+    hooks = [register_module_parameter_registration_hook, register_module_buffer_registration_hook]
+    handles = [hook(registered) for hook in hooks]
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def without_memory(twin: nn.Module, new: Collection[nn.Module]) -> nn.Module:
+    """Return the twin, weightless even where its constructor computed the first values of a tensor.
+
+    Args:
+        twin: the module.
+        new: its modules that are its own; others (rotary tables) the live model has, too, and they stay.
+    """
+    made: dict[int, Any] = {}
+    for module in twin.modules():
+        if module not in new:
+            continue
+        for name, tensor in own_tensors(module).items():
+            if id(tensor) not in made:
+                like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                place(module, name, tensor, like)
+                made[id(tensor)] = tensor, own_tensors(module)[name]
+            both: Any = vars(module)
+            both["_parameters" if name in both["_parameters"] else "_buffers"][name] = made[id(tensor)][1]
+    return twin
 
 
 def _write_at_once(twin: nn.Module, device: torch.device) -> nn.Module:
@@ -112,6 +156,25 @@ def _write_at_once(twin: nn.Module, device: torch.device) -> nn.Module:
             if loader is not None:
                 held.weight_loader = loader
         info.reset()
+    return twin
+
+
+def complete(
+    twin: nn.Module,
+    vllm_config: Any,
+    trace: LoaderTrace,
+    checkpoint: Mapping[str, Spec],
+    device: torch.device,
+) -> nn.Module:
+    """Return the twin with the parameters that its loader makes only when their checkpoint tensor comes."""
+    there = tensors(twin).keys()
+    names = {name for live, found in trace.names.items() if live not in there for name in found}
+    if names:
+        specs = {name: checkpoint[name] for name in sorted(names)}
+        weights = [(n, torch.zeros(s.shape, dtype=getattr(torch, s.dtype))) for n, s in specs.items()]
+        load_weights: Any = twin.load_weights
+        with context(vllm_config, vllm_config.model_config.dtype), device:
+            load_weights((name, weight.to(device)) for name, weight in weights)
     return twin
 
 
