@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,16 @@ def _kernel() -> Any:
     return triton_fp8.quantise
 
 
+class Pass(Enum):
+    """What one run does: everything, or the first or second half of it."""
+
+    WHOLE = "whole"
+    LARGEST = "largest"
+    """The largest magnitude of each block is written in place of its scale, as float32 bits."""
+    GIVEN = "given"
+    """Scales are there, made by `syncline.kernels.fp8.scales`; payload is written."""
+
+
 class DeviceQuantiser:
     """A table of matrices, made once and run any number of times.
 
@@ -56,8 +67,13 @@ class DeviceQuantiser:
         """Kernels that one run launches."""
         return len(self._parts)
 
-    def run(self) -> None:
-        """Launch everything on the current stream of the device."""
+    def run(self, which: Pass = Pass.WHOLE) -> None:
+        """Launch everything on the current stream of the device.
+
+        Args:
+            which: all at once, or, where blocks have elements elsewhere, one of two passes with a comparison
+                between them.
+        """
         for straight, tiles, table in self._parts:
             grid = min(self._programs, len(tiles))
             self._kernel[(grid,)](
@@ -67,6 +83,8 @@ class DeviceQuantiser:
                 ALIGNED=straight,
                 POWER_OF_TWO=self._power_of_two,
                 HARDWARE=self._hardware,
+                LARGEST=which is Pass.LARGEST,
+                GIVEN=which is Pass.GIVEN,
                 num_warps=_WARPS,
             )
 

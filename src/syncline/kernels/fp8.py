@@ -48,36 +48,72 @@ def to_e4m3(bits: NDArray[np.uint32]) -> NDArray[np.uint8]:
     return sign | np.where(magnitude > _INFINITE, np.uint8(0x7F), out)
 
 
-def quantise(weight: NDArray[np.uint16], *, power_of_two: bool = False) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Quantise a bfloat16 matrix.
+def largest(weight: NDArray[np.uint16], at: tuple[int, int] = (0, 0)) -> NDArray[np.uint32]:
+    """Return the largest magnitude of every block, as float32 bits; a NaN's are the largest of all.
+
+    Magnitudes of a block's parts, compared as these bits, make the block's.
+
+    Args:
+        weight: bfloat16 bits [M, N], a part of a matrix.
+        at: row and column of the first element within its block, each below 128.
+
+    Returns:
+        uint32 [ceil((at[0] + M) / 128), ceil((at[1] + N) / 128)].
+    """
+    return (_blocks(weight, at) & _MAGNITUDE).max(axis=(1, 3))
+
+
+def scales(magnitudes: NDArray[np.uint32], *, power_of_two: bool = False) -> NDArray[np.float32]:
+    """Return the scales, float32, of blocks whose largest magnitudes these are; see `largest`."""
+    with np.errstate(all="ignore"):
+        scale = (magnitudes.view(np.float32) / np.float32(LARGEST)).view(np.uint32)
+    scale = np.where(magnitudes == 0, np.float32(1).view(np.uint32), np.maximum(scale, _SMALLEST))
+    if power_of_two:
+        scale = (scale + np.uint32(0x7FFFFF)) & _INFINITE
+    return np.where(magnitudes >= _INFINITE, np.uint32(NAN_BITS), scale).astype(np.uint32).view(np.float32)
+
+
+def quantise(
+    weight: NDArray[np.uint16],
+    *,
+    power_of_two: bool = False,
+    at: tuple[int, int] = (0, 0),
+    magnitudes: NDArray[np.uint32] | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Quantise a bfloat16 matrix, or a part of one.
 
     Args:
         weight: bits [M, N].
         power_of_two: whether scales are rounded up to powers of two.
+        at: row and column of the first element within its block: a part may begin inside one.
+        magnitudes: of every block, as `largest` returns them, where some of a block's elements are elsewhere.
 
     Returns:
-        uint8 [M, N], bits of e4m3fn, and float32 [ceil(M / 128), ceil(N / 128)].
+        uint8 [M, N], bits of e4m3fn, and float32 scales, one a block that the part touches.
     """
-    rows, cols = weight.shape
-    wide = weight.astype(np.uint32) << np.uint32(16)
-    grid = -(-rows // BLOCK), -(-cols // BLOCK)
-    padded = np.zeros((grid[0] * BLOCK, grid[1] * BLOCK), np.uint32)
-    padded[:rows, :cols] = wide
-    blocks = padded.reshape(grid[0], BLOCK, grid[1], BLOCK)
-    largest = (blocks & _MAGNITUDE).max(axis=(1, 3))
+    blocks = _blocks(weight, at)
+    most = (blocks & _MAGNITUDE).max(axis=(1, 3)) if magnitudes is None else magnitudes
+    scale = scales(most, power_of_two=power_of_two).view(np.uint32)
     with np.errstate(all="ignore"):
-        scale = (largest.view(np.float32) / np.float32(LARGEST)).view(np.uint32)
-        scale = np.where(largest == 0, np.float32(1).view(np.uint32), np.maximum(scale, _SMALLEST))
-        if power_of_two:
-            scale = (scale + np.uint32(0x7FFFFF)) & _INFINITE
-        scale = np.where(largest >= _INFINITE, np.uint32(NAN_BITS), scale).astype(np.uint32)
         inverse = np.float32(1) / scale.view(np.float32)
         product = blocks.view(np.float32) * inverse[:, None, :, None]
         limited = np.minimum(np.abs(product), np.float32(LARGEST)).view(np.uint32)
     signed = limited & _MAGNITUDE | blocks & np.uint32(0x80000000)
     broken = np.broadcast_to((scale == NAN_BITS)[:, None, :, None], blocks.shape)
     q = np.where(broken, np.uint8(0x7F), to_e4m3(signed))
-    return q.reshape(padded.shape)[:rows, :cols].copy(), scale.view(np.float32)
+    flat = q.reshape(blocks.shape[0] * BLOCK, -1)
+    return flat[at[0] : at[0] + weight.shape[0], at[1] : at[1] + weight.shape[1]].copy(), scale.view(
+        np.float32
+    )
+
+
+def _blocks(weight: NDArray[np.uint16], at: tuple[int, int]) -> NDArray[np.uint32]:
+    """Return float32 bits, uint32[blocks, 128, blocks, 128]; zeros where the part has no elements."""
+    (rows, cols), (down, right) = weight.shape, at
+    grid = -(-(down + rows) // BLOCK), -(-(right + cols) // BLOCK)
+    padded = np.zeros((grid[0] * BLOCK, grid[1] * BLOCK), np.uint32)
+    padded[down : down + rows, right : right + cols] = weight.astype(np.uint32) << np.uint32(16)
+    return padded.reshape(grid[0], BLOCK, grid[1], BLOCK)
 
 
 @dataclass(frozen=True, eq=False)

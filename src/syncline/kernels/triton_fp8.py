@@ -10,6 +10,30 @@ import triton.language as tl
 
 
 @triton.jit
+def _scale(largest: tl.tensor, POWER_OF_TWO: tl.constexpr):
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0).to(tl.uint32, bitcast=True)
+    scale = tl.where(largest == 0, 0x3F800000, tl.maximum(scale, 0x00800000)).to(tl.uint32)
+    if POWER_OF_TWO:
+        scale = (scale + 0x7FFFFF) & 0x7F800000
+    return tl.where(largest >= 0x7F800000, 0x7FC00000, scale).to(tl.uint32)
+
+
+@triton.jit
+def _payload(x: tl.tensor, scale: tl.tensor, HARDWARE: tl.constexpr):
+    product = x.to(tl.float32, bitcast=True) * tl.div_rn(1.0, scale.to(tl.float32, bitcast=True))
+    if HARDWARE:  # rounds to nearest even and saturates, and makes 0x7F of NaN
+        q = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = (tl.minimum(tl.abs(product), 448.0).to(tl.uint32, bitcast=True)) & 0x7FFFFFFF
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        lifted = bits.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = lifted.to(tl.uint32, bitcast=True) - 0x46800000
+        q = tl.where(bits < 0x3C800000, subnormal, normal) | ((x >> 24) & 0x80)
+        q = tl.where(scale == 0x7FC00000, 0x7F, q).to(tl.uint8)
+    return q
+
+
+@triton.jit
 def quantise(
     tile: tl.tensor,  # int32[tiles, 3]: matrix, block row, block column
     matrix: tl.tensor,  # int64[matrices, 8]: see `syncline.kernels.fp8.COLUMNS`
@@ -17,8 +41,14 @@ def quantise(
     ALIGNED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HARDWARE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
-    """Quantise all blocks; each program takes every ``programs``-th."""
+    """Quantise all blocks; each program takes every ``programs``-th.
+
+    With LARGEST, only each block's largest magnitude is written, in place of its scale; with GIVEN, scales
+    are read, and only the payload is written.
+    """
     i = tl.arange(0, 128)
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         m = matrix + tl.load(tile + t * 3) * 8
@@ -39,23 +69,15 @@ def quantise(
         if ALIGNED:
             src = tl.max_contiguous(tl.multiple_of(src, (1, 16)), (1, 128))
             dst = tl.max_contiguous(tl.multiple_of(dst, (1, 16)), (1, 128))
+        where = (tl.load(m + 4) + down * tl.load(m + 5) + right * 4).to(tl.pointer_type(tl.uint32))
         x = tl.load(src, mask=mask, other=0).to(tl.uint32) << 16
-        largest = tl.max(tl.max((x & 0x7FFFFFFF).to(tl.int32), axis=1), axis=0).to(tl.uint32)
-        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0).to(tl.uint32, bitcast=True)
-        scale = tl.where(largest == 0, 0x3F800000, tl.maximum(scale, 0x00800000)).to(tl.uint32)
-        if POWER_OF_TWO:
-            scale = (scale + 0x7FFFFF) & 0x7F800000
-        scale = tl.where(largest >= 0x7F800000, 0x7FC00000, scale).to(tl.uint32)
-        product = x.to(tl.float32, bitcast=True) * tl.div_rn(1.0, scale.to(tl.float32, bitcast=True))
-        if HARDWARE:  # rounds to nearest even and saturates, and makes 0x7F of NaN
-            q = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        if GIVEN:
+            tl.store(dst, _payload(x, tl.load(where), HARDWARE), mask=mask)
         else:
-            bits = (tl.minimum(tl.abs(product), 448.0).to(tl.uint32, bitcast=True)) & 0x7FFFFFFF
-            normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-            lifted = bits.to(tl.float32, bitcast=True) + 16384.0
-            subnormal = lifted.to(tl.uint32, bitcast=True) - 0x46800000
-            q = tl.where(bits < 0x3C800000, subnormal, normal) | ((x >> 24) & 0x80)
-            q = tl.where(scale == 0x7FC00000, 0x7F, q).to(tl.uint8)
-        tl.store(dst, q, mask=mask)
-        where = tl.load(m + 4) + down * tl.load(m + 5) + right * 4
-        tl.store(where.to(tl.pointer_type(tl.uint32)), scale)
+            largest = tl.max(tl.max((x & 0x7FFFFFFF).to(tl.int32), axis=1), axis=0).to(tl.uint32)
+            if LARGEST:
+                tl.store(where, largest)
+            else:
+                scale = _scale(largest, POWER_OF_TWO)
+                tl.store(dst, _payload(x, scale, HARDWARE), mask=mask)
+                tl.store(where, scale)
