@@ -49,6 +49,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
         claims: one a checkpoint tensor.
         aliases: second names of tied tensors.
         error: why this rank has no claims, as `syncline.errors.to_wire` says it: all ranks then fail alike.
+        quantised: how tensors are quantised here, if that is agreed upon with other ranks.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
     claims: tuple[Claim, ...]
     aliases: dict[str, str] = {}
     error: dict[str, str | None] | None = None
+    quantised: str = ""
 
     def encode(self) -> bytes:
         """Return the claims as compressed msgpack."""
@@ -84,9 +86,18 @@ def check(everyone: Sequence[Claims], required: Iterable[str] = ()) -> None:
         required: checkpoint names that must be claimed.
 
     Raises:
-        AdapterError: two owners of the same elements, or two shapes of one tensor.
+        AdapterError: two owners of the same elements, two shapes of one tensor, or two ways of quantising.
         CoverageError: elements that nobody owns, a required tensor included.
     """
+    for one in everyone:
+        if one.quantised != everyone[0].quantised:
+            raise AdapterError(
+                "trainer ranks quantise differently",
+                expected=everyone[0].quantised or "nothing that is agreed upon",
+                found=one.quantised or "nothing that is agreed upon",
+                rank=f"writer {one.rank}",
+                hint="give MegatronTrainer(..., fp8=...) the same on every rank",
+            )
     aliases = {alias: name for one in everyone for alias, name in one.aliases.items()}
     seen: dict[str, _Tensor] = {}
     for rank in everyone:

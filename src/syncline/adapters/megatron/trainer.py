@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from syncline.adapters.megatron import quantise, state
+from syncline.adapters.megatron import halo, quantise, state
 from syncline.adapters.megatron.bridge import BridgeExport, as_bridge
 from syncline.adapters.megatron.exchange import exchange
 from syncline.adapters.megatron.learn import PREFIX, Learned, by_bridge, by_exporter
 from syncline.adapters.megatron.live import HeldTensors
+from syncline.adapters.megatron.neighbours import Neighbours
 from syncline.adapters.megatron.owners import Claim, Claims, check
 from syncline.adapters.modules import Cell, Tree
 from syncline.adapters.mutation import MutationPoints
@@ -85,6 +86,7 @@ class MegatronTrainer(LiveTrainer):
         self._bridge, self._exporter, self._group = bridge, exporter, group
         self._vocabulary, self._local, self._fp8 = vocabulary, tuple(local), fp8
         self._who = f"writer {self.rank}"
+        self._quantiser: quantise.Quantiser | None = None
         self.learned = self._agreed()
         for name, tensor in self.learned.made.items():
             self._tree.state[PREFIX + name] = Cell(self.learned.made, name)
@@ -150,8 +152,8 @@ class MegatronTrainer(LiveTrainer):
             live = {name: self._tree.state[name].get() for r in self.learned.replays for name in r.inputs}
             for replay in self.learned.replays:
                 replay.run(live, self.learned.made)
-        if self._fp8 is not None:
-            quantise.run(self.learned, self.live_tensor, power_of_two=self._fp8.power_of_two)
+        if self._quantiser is not None:
+            self._quantiser.run(self.live_tensor)
 
     def _note(self, _reason: str) -> None:
         self._stale = True
@@ -179,7 +181,7 @@ class MegatronTrainer(LiveTrainer):
         try:
             learned = self._learn()
             if self._fp8 is not None:
-                learned = quantise.plan(learned, self._fp8, self._who)
+                quantise.check(learned, self._fp8, self._who)
             mine = self._claims(learned)
         except SynclineError as error:
             problem = error
@@ -201,7 +203,18 @@ class MegatronTrainer(LiveTrainer):
         if learned is None:
             raise AdapterError("a rank learned nothing", rank=self._who)
         check(everyone, learned.names)
-        return learned
+        return learned if self._fp8 is None else self._quantising(learned, self._fp8, everyone)
+
+    def _quantising(self, learned: Learned, wanted: BlockFP8, everyone: Sequence[Claims]) -> Learned:
+        """Return what this rank holds once it quantises; collective where blocks are shared."""
+        shared, neighbours = None, None
+        if wanted.halo == "exchange":
+            at = dist.get_rank(self._group) if dist.is_initialized() else 0
+            shared = halo.plan(everyone, wanted.wants, at)
+            neighbours = Neighbours(shared, at, self._group, wanted.timeout)
+        planned = quantise.plan(learned, wanted, self.live_tensor, shared)
+        self._quantiser = quantise.Quantiser(planned, power_of_two=wanted.power_of_two, neighbours=neighbours)
+        return planned
 
     def _learn(self) -> Learned:
         state.restore_buffers(self.chunks)
@@ -239,7 +252,8 @@ class MegatronTrainer(LiveTrainer):
             before = grouped.get(one.name)
             boxes = (*(before.boxes if before else ()), (one.box.offset, one.box.size))
             grouped[one.name] = Claim(one.name, one.shape, boxes, kind)
-        return Claims(self.rank, stage, expert_rank, tuple(grouped.values()), learned.aliases)
+        how = repr(self._fp8) if self._fp8 is not None and self._fp8.halo == "exchange" else ""
+        return Claims(self.rank, stage, expert_rank, tuple(grouped.values()), learned.aliases, quantised=how)
 
 
 def _vocabulary(bridge: Any) -> int | None:
