@@ -59,6 +59,7 @@ class OnCPU(TorchFunctionMode):
         given = dict(kwargs or {})
         if str(given.get("device", "")).startswith("cuda"):
             given["device"] = "cpu"
+        given.pop("pin_memory", None)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.tensor:

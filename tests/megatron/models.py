@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines import checkpoints
+from tests.megatron import context, grouped
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,13 @@ class Cut:
     ep: int = 1
     etp: int | None = None
     dp: int = 1
+    cp: int = 1
     vpp: int | None = None
 
     @property
     def world(self) -> int:
-        # expert parallelism lies across data parallelism and tensor parallelism
-        dense = self.tp * self.pp * self.dp
+        # expert parallelism lies across data, context and tensor parallelism
+        dense = self.tp * self.pp * self.dp * self.cp
         experts = self.ep * (self.etp or self.tp) * self.pp
         return max(dense, experts)
 
@@ -61,6 +63,7 @@ def groups(cut: Cut) -> None:
         tensor_model_parallel_size=cut.tp,
         pipeline_model_parallel_size=cut.pp,
         virtual_pipeline_model_parallel_size=cut.vpp,
+        context_parallel_size=cut.cp,
         expert_model_parallel_size=cut.ep,
         expert_tensor_parallel_size=cut.etp,
         create_gloo_process_groups=True,
@@ -80,6 +83,10 @@ def build(family: str, cut: Cut, *, dtype: str = "float32", megatron: Any = None
     from megatron.bridge import AutoBridge  # noqa: PLC0415 (only where it is installed)
     from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: PLC0415 (only where it is installed)
 
+    if cut.cp > 1:
+        context.install()
+    if (megatron or {}).get("moe_grouped_gemm"):
+        grouped.install()
     config = hf_config(family, **changes)
     bridge = AutoBridge.from_hf_config(config)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -88,6 +95,7 @@ def build(family: str, cut: Cut, *, dtype: str = "float32", megatron: Any = None
         "tensor_model_parallel_size": cut.tp,
         "pipeline_model_parallel_size": cut.pp,
         "virtual_pipeline_model_parallel_size": cut.vpp,
+        "context_parallel_size": cut.cp,
         "expert_model_parallel_size": cut.ep,
         "expert_tensor_parallel_size": cut.etp or cut.tp,
         "use_cpu_initialization": True,
@@ -216,14 +224,21 @@ def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens, places, mask
 
 
-def step(model: Model, cut: Cut, optimizer: Any) -> None:
-    """Take one real step: forward and backward through Megatron's own schedule."""
+def step(model: Model, cut: Cut, optimizer: Any) -> float:
+    """Take one real step: forward and backward through Megatron's own schedule; return this rank's loss."""
+    from megatron.core import parallel_state  # noqa: PLC0415 (only where it is installed)
     from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: PLC0415 (only where it is installed)
 
     tokens, places, mask = batch(model.config.vocab_size)
+    if cut.cp > 1:
+        mine = context.places(tokens.shape[1], cut.cp, parallel_state.get_context_parallel_rank())
+        tokens, places = tokens[:, mine], places[:, mine]
 
     def forward(_data: Any, chunk: Any) -> Any:
-        return chunk(tokens, places, mask, labels=tokens), lambda out: (out.mean(), {})
+        return chunk(tokens, places, mask, labels=tokens), lambda out: (
+            out.mean(),
+            {"loss": float(out.mean())},
+        )
 
     optimizer.zero_grad()
     for chunk in model.chunks:
@@ -232,7 +247,7 @@ def step(model: Model, cut: Cut, optimizer: Any) -> None:
         chunk.train(cut.tp == 1 or not model.provider.num_moe_experts)
         if hasattr(chunk, "zero_grad_buffer"):
             chunk.zero_grad_buffer()
-    get_forward_backward_func()(
+    told = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[None] * len(model.chunks) if cut.vpp else None,
         model=model.chunks if cut.vpp else model.chunks[0],
@@ -244,6 +259,7 @@ def step(model: Model, cut: Cut, optimizer: Any) -> None:
     if cut.tp > 1 or dist.get_world_size() > 1:
         reduce_replicas(model)
     optimizer.step()
+    return sum(one["loss"] for one in told) / max(len(told), 1)
 
 
 def reduce_replicas(model: Model) -> None:
@@ -260,7 +276,10 @@ def reduce_replicas(model: Model) -> None:
             tensor, data = (
                 (ps.get_expert_tensor_parallel_group(), ps.get_expert_data_parallel_group())
                 if expert
-                else (ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group())
+                else (
+                    ps.get_tensor_model_parallel_group(),
+                    ps.get_data_parallel_group(with_context_parallel=True),
+                )
             )
             if not getattr(parameter, "tensor_model_parallel", False):
                 dist.all_reduce(parameter.grad, group=tensor)

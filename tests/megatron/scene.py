@@ -76,12 +76,13 @@ class Rank:
         given = {"bridge": self.model.bridge} | more
         return MegatronTrainer(self.model.chunks, self.optimizer, **given)
 
-    def step(self) -> None:
-        models.step(self.model, self.cut, self.optimizer)
+    def step(self) -> float:
+        loss = models.step(self.model, self.cut, self.optimizer)
         for chunk in self.model.chunks:  # a router's bias is no parameter: training moves it in another way
             for name, buffer in models.buffers(chunk):
                 if name.endswith("expert_bias"):
                     buffer.add_(0.01)
+        return loss
 
     def exported(self) -> dict[str, torch.Tensor]:
         """Return the whole model by Megatron-Bridge's own export; collective."""
@@ -96,7 +97,7 @@ def learn(rank: Rank) -> dict[str, Any]:
     began = time.monotonic()
     trainer = rank.trainer(**({"exporter": whole_exporter, "bridge": None} if rank.case.get("whole") else {}))
     seconds = time.monotonic() - began
-    rank.step()
+    loss = rank.step()
     trainer.quiesce()
     whole = rank.exported()
     equal = oracle.check_values(trainer, whole.items())
@@ -108,6 +109,7 @@ def learn(rank: Rank) -> dict[str, Any]:
     learned = trainer.learned
     return {
         "seconds": seconds,
+        "loss": loss,
         "names": sorted({one.name for one in learned.held}),
         "boxes": len(learned.held),
         "elements": sum(one.box.numel for one in learned.held),
@@ -140,14 +142,21 @@ def whole_exporter(whole: Any) -> dict[str, torch.Tensor]:
         "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
     }
+    projections = {
+        "linear_fc1.weight_w": "gate_proj", "linear_fc1.weight_v": "up_proj", "linear_fc2.weight": "down_proj"
+    }  # fmt: skip
     for name, tensor in whole.items():
         if name in names:
             out[names[name]] = tensor
             continue
         _, _, layer, rest = name.split(".", 3)
         prefix = f"model.layers.{layer}."
-        if rest.endswith("linear_qkv.weight"):
+        if rest.startswith("mlp.experts."):
+            expert, last = rest.removeprefix("mlp.experts.experts.").split(".", 1)
+            out[f"{prefix}mlp.experts.{expert}.{projections[last]}.weight"] = tensor
+        elif rest.endswith("linear_qkv.weight"):
             heads = tensor.view(groups, -1, head, tensor.shape[-1])
             for part, piece in zip("qkv", heads.split([heads.shape[1] - 2, 1, 1], dim=1), strict=True):
                 out[f"{prefix}self_attn.{part}_proj.weight"] = piece.reshape(-1, tensor.shape[-1])

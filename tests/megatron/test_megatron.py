@@ -37,6 +37,7 @@ pytestmark = [
 ]
 
 LATENT = {"qk_nope_head_dim": 64}
+GROUPED = {"moe_grouped_gemm": True}
 LEARN: dict[str, dict[str, Any]] = {
     "whole": {"family": "qwen3", "cut": {}},
     "tensor": {"family": "qwen3", "cut": {"tp": 2}},
@@ -64,6 +65,16 @@ LEARN: dict[str, dict[str, Any]] = {
     "experts-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "etp": 2}},
     "experts-instead-of-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "ep": 2, "etp": 1}},
     "experts-and-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "ep": 2, "etp": 2, "dp": 2}},
+    "context": {"family": "qwen3", "cut": {"cp": 2}},
+    "context-tensor": {"family": "qwen3", "cut": {"cp": 2, "tp": 2}},
+    "context-experts": {"family": "qwen3_moe", "cut": {"cp": 2, "ep": 2}},
+    "grouped-gemm": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}, "megatron": GROUPED},
+    "grouped-gemm-tensor": {"family": "qwen3_moe", "cut": {"tp": 2, "etp": 2}, "megatron": GROUPED},
+    "grouped-gemm-and-tensor": {
+        "family": "qwen3_moe",
+        "cut": {"tp": 2, "ep": 2, "etp": 2, "dp": 2},
+        "megatron": GROUPED,
+    },
     "latent": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
     "predicting": {
         "family": "deepseek_v3",
@@ -73,10 +84,18 @@ LEARN: dict[str, dict[str, Any]] = {
     "grouped": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}, "mappings": "grouped"},
     "offset": {"family": "qwen3", "cut": {"tp": 2}, "mappings": "offset"},
     "exporter": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}, "whole": True},
+    "exporter-experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}, "whole": True},
+    "exporter-grouped-gemm": {
+        "family": "qwen3_moe",
+        "cut": {"tp": 2, "ep": 2, "etp": 2, "dp": 2},
+        "megatron": GROUPED,
+        "whole": True,
+    },
 }
 PUBLISH: dict[str, dict[str, Any]] = {
     "published": {"family": "qwen3", "cut": {"tp": 2, "pp": 2}},
     "published-experts": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}},
+    "published-grouped-gemm": {"family": "qwen3_moe", "cut": {"ep": 2, "dp": 2}, "megatron": GROUPED},
     "published-tied": {"family": "qwen3_tied", "cut": {"pp": 2}},
     "published-tied-virtual": {
         "family": "qwen3_tied",
@@ -86,6 +105,9 @@ PUBLISH: dict[str, dict[str, Any]] = {
     "published-bias": {"family": "deepseek_v3", "cut": {"ep": 2, "dp": 2}, "changes": LATENT},
     "published-offset": {"family": "qwen3", "cut": {"tp": 2}, "mappings": "offset"},
     "overlapped": {"family": "qwen3", "cut": {"dp": 2}, "overlap": True, "dtype": "bfloat16"},
+    "context": {"family": "qwen3", "cut": {"cp": 2}, "overlap": True, "dtype": "bfloat16"},
+    "context-tensor": {"family": "qwen3", "cut": {"cp": 2, "tp": 2}, "overlap": True, "dtype": "bfloat16"},
+    "context-experts": {"family": "qwen3_moe", "cut": {"cp": 2, "ep": 2}},
 }
 REFUSE: dict[str, dict[str, Any]] = {
     "stages": {"family": "qwen3", "cut": {"pp": 2}},
@@ -166,10 +188,49 @@ def test_what_a_rank_learned_is_what_is_exported(scenes: Scenes, name: str) -> N
     assert {aliases.get(one, one) for one in names} == {aliases.get(one, one) for one in exported}
     for rank in told:
         assert rank["equal"] == rank["boxes"] > 0  # each held box equals the export, after a real step
-        if name != "exporter":
+        if not LEARN[name].get("whole"):
             # coordinates land where the watch says; what is computed moves none
             assert rank["probed"] == rank["elements"] - (256 if name == "offset" else 0)
         assert list(rank["computed"]) == (["model.norm.weight"] if name == "offset" else [])
+
+
+def test_a_cut_sequence_is_one_sequence(scenes: Scenes) -> None:
+    """What context-parallel ranks train on is what one rank alone does: their mean loss is its loss."""
+    told = scenes.of("learn-context", 2)
+    assert told[0]["loss"] != told[1]["loss"]
+    alone = scenes.of("learn-whole", 1)[0]["loss"]
+    assert sum(rank["loss"] for rank in told) / 2 == pytest.approx(alone, rel=1e-5)
+
+
+def test_context_parallel_ranks_are_replicas(scenes: Scenes) -> None:
+    told = scenes.of("learn-context", 2)
+    assert told[0]["names"] == told[1]["names"]
+    assert told[0]["elements"] == told[1]["elements"]
+    # two of context parallelism, each cut over two of tensor parallelism: each half is held twice
+    assert len({rank["elements"] for rank in scenes.of("learn-context-tensor", 4)}) == 1
+
+
+def test_experts_lie_across_context_parallelism(scenes: Scenes) -> None:
+    told = scenes.of("learn-context-experts", 2)
+    held = [{n for n in rank["names"] if ".experts." in n} for rank in told]
+    assert held[0] & held[1] == set()
+    assert len(held[0] | held[1]) == 2 * 4 * 3
+    dense = [{n for n in rank["names"] if ".experts." not in n} for rank in told]
+    assert dense[0] == dense[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "owners"),
+    [("grouped-gemm", 2, 2), ("grouped-gemm-tensor", 2, 1), ("exporter-grouped-gemm", 4, 2)],
+)
+def test_grouped_weights_are_experts_by_their_global_number(
+    scenes: Scenes, name: str, ranks: int, owners: int
+) -> None:
+    told = scenes.of(f"learn-{name}", ranks)
+    held = [frozenset(n for n in rank["names"] if ".experts." in n) for rank in told]
+    assert len(set(held)) == owners
+    assert {len(names) for names in held} == {2 * 4 * 3 // owners}
+    assert len(frozenset().union(*held)) == 2 * 4 * 3
 
 
 def test_the_dtype_of_a_routers_bias_is_its_own(scenes: Scenes) -> None:
@@ -243,9 +304,10 @@ def test_published_versions_arrive_bit_for_bit(scenes: Scenes, name: str) -> Non
         assert version["level"] == "installed"
 
 
-def test_an_overlapped_gather_is_finished_before_a_version_opens(scenes: Scenes) -> None:
-    told = scenes.of("overlapped", 2)
-    for rank in told:
+@pytest.mark.parametrize("name", ["overlapped", "context", "context-tensor"])
+def test_an_overlapped_gather_is_finished_before_a_version_opens(scenes: Scenes, name: str) -> None:
+    """The optimizer is distributed over data parallelism, or over context parallelism in its place."""
+    for rank in scenes.of(name, _ranks(PUBLISH[name])):
         assert all(count > 0 for count in rank["stale"])  # what the step left stale, publish made good
         assert all(count > 0 for count in rank["mains"])  # compared with the optimizer's main parameters
 
