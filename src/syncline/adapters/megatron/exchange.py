@@ -1,13 +1,14 @@
-"""One gather of bytes over the trainers' own process group, when an adapter is made; never later."""
+"""Gathers of bytes over the trainers' own process group, when an adapter is made; never later."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from syncline.errors import AdapterError
+from syncline.errors import AdapterError, SynclineError, from_wire, to_wire
 
 MAX_BYTES = 256 << 20
 
@@ -38,3 +39,22 @@ def exchange(mine: bytes, group: Any = None) -> list[bytes]:
     parts = [torch.zeros_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
     return [bytes(part[:n].cpu().numpy()) for part, n in zip(parts, lengths, strict=True)]
+
+
+def agree(problem: SynclineError | None, group: Any = None) -> None:
+    """Raise one process's error on all of them; collective.
+
+    Args:
+        problem: of this process, if it has one.
+        group: the processes; all if left out.
+
+    Raises:
+        SynclineError: this process's own, else the first that another one has.
+    """
+    told = exchange(msgspec.msgpack.encode(None if problem is None else to_wire(problem)), group)
+    if problem is not None:
+        raise problem
+    for data in told:
+        error = msgspec.msgpack.decode(data, type=dict[str, str | None] | None)
+        if error is not None:
+            raise from_wire(error)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from syncline.adapters.megatron import halo, quantise, state
 from syncline.adapters.megatron.bridge import BridgeExport, as_bridge
-from syncline.adapters.megatron.exchange import exchange
+from syncline.adapters.megatron.exchange import agree, exchange
 from syncline.adapters.megatron.learn import PREFIX, Learned, by_bridge, by_exporter
 from syncline.adapters.megatron.live import HeldTensors
 from syncline.adapters.megatron.neighbours import Neighbours
@@ -202,7 +202,11 @@ class MegatronTrainer(LiveTrainer):
                 raise from_wire(other.error)
         if learned is None:
             raise AdapterError("a rank learned nothing", rank=self._who)
-        check(everyone, learned.names)
+        try:
+            check(everyone, learned.names)  # names differ: a rank knows of its peers' tensors, not of all
+        except SynclineError as error:
+            problem = error
+        agree(problem, self._group)
         return learned if self._fp8 is None else self._quantising(learned, self._fp8, everyone)
 
     def _quantising(self, learned: Learned, wanted: BlockFP8, everyone: Sequence[Claims]) -> Learned:
