@@ -29,6 +29,12 @@ def experts(rank: Rank) -> None:
     rank.trainer()
 
 
+def nobody(rank: Rank) -> None:
+    """The first expert-parallel rank keeps its second expert to itself."""
+    mine = rank.model.chunks[0].pg_collection.ep.rank() == 0
+    rank.trainer(local=["*.local_experts.1.*"] if mine else [])
+
+
 def sizes(rank: Rank) -> None:
     """A number of groups that the shards' rows do not have."""
     for chunk in rank.model.chunks:

@@ -7,29 +7,33 @@ ranks are forked as its cut has, and a reader where it publishes. What each saw 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import sys
 import time
 import traceback
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from syncline.adapters.megatron import MegatronTrainer, oracle, state
+from syncline.adapters.megatron import BlockFP8, MegatronTrainer, oracle, state
 from syncline.adapters.megatron.bridge import BridgeExport
 from syncline.adapters.module import ModuleEngine
 from syncline.errors import SynclineError, to_wire
+from syncline.kernels.fp8 import quantise
 from syncline.layout import Rules
 from syncline.options import Options
 from syncline.store.reader import WeightReader
 from syncline.store.writer import WeightWriter
 from tests.engines import checkpoints
-from tests.megatron import broken, cpu, mappings, models, scale
+from tests.megatron import broken, busy, cpu, mappings, models, scale
 from tests.store.pair import blank, module
 
 if TYPE_CHECKING:
@@ -74,6 +78,8 @@ class Rank:
     def trainer(self, **more: Any) -> Any:
 
         given = {"bridge": self.model.bridge} | more
+        if "fp8" in self.case:
+            given["fp8"] = BlockFP8(tuple(self.case["fp8"]), halo="exchange", timeout=60.0)
         return MegatronTrainer(self.model.chunks, self.optimizer, **given)
 
     def step(self) -> float:
@@ -87,7 +93,8 @@ class Rank:
     def exported(self) -> dict[str, torch.Tensor]:
         """Return the whole model by Megatron-Bridge's own export; collective."""
         exported = self.model.bridge.export_hf_weights(self.model.chunks, cpu=True, show_progress=False)
-        return {name: tensor.clone() for name, tensor in exported}
+        kept = {name: tensor.clone() for name, tensor in exported}
+        return quantised(kept, self.case["fp8"]) if "fp8" in self.case else kept
 
 
 def learn(rank: Rank) -> dict[str, Any]:
@@ -122,6 +129,22 @@ def learn(rank: Rank) -> dict[str, Any]:
         "exported": sorted(whole),
         "dtypes": sorted({one.dtype for one in learned.held}),
     }
+
+
+def quantised(whole: dict[str, torch.Tensor], patterns: list[str]) -> dict[str, torch.Tensor]:
+    """Return a whole checkpoint with some tensors in blocks of fp8, by the reference."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.items():
+        out[name] = tensor
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            payload, scale = quantise(tensor.contiguous().view(torch.int16).numpy().view(np.uint16))
+            out[name] = torch.from_numpy(payload).view(torch.float8_e4m3fn)
+            out[f"{name}_scale_inv"] = torch.from_numpy(scale)
+    return out
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def whole_exporter(whole: Any) -> dict[str, torch.Tensor]:
@@ -185,6 +208,10 @@ def publish(rank: Rank) -> dict[str, Any]:
     stale: list[int] = []
     waiting = rank.case.get("patience", 60.0)
     writer.await_readers(rank.case.get("instance", "plain"), timeout=waiting)
+    if "slow" in rank.case:
+        seen = busy.versions(rank, writer, functools.partial(_save, rank))
+        writer.close()
+        return seen
     for version in (1, 2):
         rank.step()
         before = {n: p.detach().clone() for chunk in rank.model.chunks for n, p in chunk.named_parameters()}
@@ -237,16 +264,22 @@ def read(case: dict[str, Any], out: Path) -> dict[str, Any]:
     live = blank(first)
     engine = ModuleEngine(module(live))
     reader = WeightReader(engine, instance="plain", job=case["name"], options=Options(**OPTIONS))
-    seen: dict[str, Any] = {"versions": []}
+    seen: dict[str, Any] = {"versions": [], "began": []}
     for version in (1, 2):
+        time.sleep(case.get("slow", 0.0))
+        seen["began"].append(time.monotonic())
         report = reader.update(version, timeout=60.0, verify="installed")
         expected = file(version)
         held = {name: tensor.detach() for name, tensor in engine.model.named_parameters()}
-        unequal = [n for n in held if not torch.equal(held[n], expected[n][: len(held[n])])]
-        changed = [n for n in held if not torch.equal(file(version - 1)[n], expected[n])]
+        unequal = [n for n in held if not torch.equal(_bits(held[n]), _bits(expected[n][: len(held[n])]))]
+        still = [n for n in held if torch.equal(_bits(file(version - 1)[n]), _bits(expected[n]))]
+        needed = sum(tensor.nbytes for tensor in held.values())
         seen["versions"].append(
-            {"tensors": len(held), "unequal": unequal, "changed": len(changed), "level": str(report.level)}
-        )
+            {
+                "tensors": len(held), "unequal": unequal, "still": still, "level": str(report.level),
+                "nbytes": report.nbytes, "needed": needed,
+            }
+        )  # fmt: skip
     reader.close()
     return seen
 

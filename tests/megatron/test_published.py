@@ -1,4 +1,8 @@
-"""What a Megatron trainer adapter publishes, received by a plain module: no Megatron needed."""
+"""What a Megatron trainer adapter publishes, received by a plain module: no Megatron needed.
+
+Met are a router's bias whose dtype flips (B29), dtypes that travel as they are held (B36), scales that are
+missing or of the other form (B39, B40), parameters that are offloaded (B45) and gathers still to come (B108).
+"""
 
 from __future__ import annotations
 

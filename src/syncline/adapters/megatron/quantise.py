@@ -44,7 +44,8 @@ class BlockFP8:
         scale: the checkpoint's name of a tensor's scales; ``{}`` stands for the tensor's name.
         power_of_two: whether scales are rounded up to powers of two.
         halo: what becomes of a block that a shard's border cuts. ``"refuse"``: its tensor is refused by name;
-            left out of the patterns, it is published as it is held, and quantised by the reader.
+            left out of the patterns, it is published as it is held, and quantised by a reader that takes
+            its weights in stages (`syncline.store.adapter.StagedEngine`).
             ``"exchange"``: its holders tell each other the largest magnitude of their parts, 4 bytes a block,
             before every version; `quiesce` is then collective over them.
         timeout: seconds that a rank waits for another in that exchange.
