@@ -105,6 +105,7 @@ REFUSE: dict[str, dict[str, Any]] = {
     "talks": {"family": "qwen3", "cut": {"tp": 2}},
     "swapped": {"family": "qwen3", "cut": {"tp": 2}},
     "offloaded": {"family": "qwen3", "cut": {"tp": 2}},
+    "offloaded_once": {"family": "qwen3", "cut": {"tp": 2}},
     "offloaded_later": {"family": "qwen3", "cut": {}},
     "unmapped": {"family": "qwen3", "cut": {"tp": 2}},
 }

@@ -139,6 +139,17 @@ def different(rank: Rank) -> dict[str, Any]:
     return {}
 
 
+def undescribed(rank: Rank) -> dict[str, Any]:
+    """The last rank cannot say what it holds, for a reason that is nobody's own."""
+
+    def fails(metadata: Any = None) -> dict[str, Any]:
+        raise KeyError("dp_cp_group")
+
+    if rank.rank == rank.world - 1:
+        rank.chunk.sharded_state_dict = fails
+    return different(rank)
+
+
 def refused(rank: Rank) -> dict[str, Any]:
     """Without the exchange, cut blocks are refused on every rank alike."""
     try:
@@ -166,6 +177,7 @@ PLAYS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "gone": gone,
     "different": different,
     "refused": refused,
+    "undescribed": undescribed,
     "twice": twice,
 }
 

@@ -134,6 +134,12 @@ def test_ranks_that_quantise_differently_are_all_told(tmp_path: Path) -> None:
         assert "quantise differently" in told["errors"][0]["what"]
 
 
+def test_ranks_hear_why_another_cannot_say_what_it_holds(tmp_path: Path) -> None:
+    for told in Play(tmp_path / "ranks", "undescribed", COLUMNS2).seen():
+        assert "description of this rank's shards failed" in told["errors"][0]["what"]
+        assert "dp_cp_group" in told["errors"][0]["found"]
+
+
 def test_without_the_exchange_cut_blocks_are_refused_on_every_rank(tmp_path: Path) -> None:
     for told in Play(tmp_path / "ranks", "refused", ROWS3).seen():
         assert "cuts a block" in told["errors"][0]["what"]

@@ -284,7 +284,7 @@ def test_a_bridge_that_disagrees_with_itself(scenes: Scenes) -> None:
         assert told["tensor"].endswith(("gate_proj.weight", "up_proj.weight"))
 
 
-@pytest.mark.parametrize("how", ["offloaded", "offloaded_later"])
+@pytest.mark.parametrize("how", ["offloaded", "offloaded_once", "offloaded_later"])
 def test_offloaded_parameters(scenes: Scenes, how: str) -> None:
     for told in _refused(scenes, how):
         assert told["kind"] == "AdapterError"

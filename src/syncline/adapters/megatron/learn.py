@@ -119,6 +119,11 @@ def by_exporter(
         mine = parts(chunks, tensors)
     except SynclineError as error:  # the others wait for this rank's parts, and then for its claims
         problem = error
+    except Exception as error:
+        problem = AdapterError(
+            "Megatron's description of this rank's shards failed", found=f"{type(error).__name__}: {error}"
+        )
+        problem.__cause__ = error
     whole: dict[str, Spec] = {}
     listed = [(part.name, part.spec.shape, part.spec.dtype) for part in mine]
     for data in exchange(msgspec.msgpack.encode(listed), group):

@@ -221,8 +221,7 @@ class MegatronTrainer(LiveTrainer):
         return planned
 
     def _learn(self) -> Learned:
-        state.restore_buffers(self.chunks)
-        tensors = state.live_tensors(self._tree, self._who)
+        tensors = self._tensors()
         wanted = {n: t for n, t in tensors.items() if not self._is_local(n)}
         if self._exporter is not None:
             models = [state.bare(chunk) for chunk in self.chunks]
@@ -242,6 +241,20 @@ class MegatronTrainer(LiveTrainer):
                     hint="teach the exporter its name, or declare it: MegatronTrainer(..., local=[pattern])",
                 )
         return learned
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        problem: SynclineError | None = None
+        found: dict[str, torch.Tensor] = {}
+        try:
+            state.restore_buffers(self.chunks)
+            found = state.live_tensors(self._tree, self._who)
+        except SynclineError as error:
+            problem = error
+        if self._exporter is not None:  # what follows is collective: no rank may leave the others in it
+            agree(problem, self._group)
+        elif problem is not None:
+            raise problem
+        return found
 
     def _is_local(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._local)
