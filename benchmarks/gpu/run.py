@@ -272,13 +272,18 @@ def versions() -> dict[str, str]:
 def text(report: Report) -> str:
     """Return the report as Markdown."""
     v = {k: report.figures[k] for k in versions()}
+    checked = (
+        "bit-exact: {bit_exact} of {cases} cases"
+        if "cases" in report.figures
+        else "bits: not part of this run"
+    )
     out = [
         f"# GPU data plane, {v['date']}",
         "",
         f"{v['gpus']}, torch {v['torch']}, Triton {v['triton']}, CUDA {v['cuda']}, Python {v['python']}.",
         f"`{v['command']}`",
         "",
-        f"bit-exact: {report.figures.get('bit_exact', 0)} of {report.figures.get('cases', 0)} cases",
+        checked.format_map(report.figures),
         "",
         "| what | limit: one large copy | ours | ratio | others |",
         "| --- | --- | --- | --- | --- |",
