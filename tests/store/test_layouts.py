@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -226,7 +227,7 @@ def test_scalars_of_every_dtype_arrive(job: Job, transport: str) -> None:
     assert report.nbytes == 4 + 2 + 8 + 1 + 1 + 4
 
 
-# --- in place (B33, B34), buffers (B30)
+# --- in place (B33, B34), buffers (B30, B31)
 
 
 class Convolution(nn.Module):
@@ -282,6 +283,36 @@ def test_persistent_buffers_travel_and_others_stay(job: Job) -> None:
     assert report.nbytes == (6 + 4) * 4 + 8
     listed = {name: status.status.value for name, status in engine.live_status().items()}
     assert listed == {"w": "synced", "bias": "synced", "steps": "synced", "rope": "local"}
+
+
+def test_an_engine_that_slept_is_whole_after_an_update_and_its_own_copies(job: Job) -> None:
+    """B31: sleep loses every tensor. An update brings all that is synced, and the list says what it does not.
+
+    What comes back lies where it was, as kernels' graphs want it, and holds anything.
+    """
+    trained, served = Buffered(7.0), Buffered(-1.0)
+    writer = job.writer(Trainer(trained))
+    engine = Engine(served)
+    reader = job.reader(engine)
+    writer.publish(1)
+    reader.update(1)
+    own = {
+        n: engine.live_tensors()[n].clone() for n, s in engine.live_status().items() if s.status == "local"
+    }
+    for tensor in (*served.parameters(), *served.buffers()):
+        tensor.data.fill_(math.nan if tensor.is_floating_point() else -999)
+    with writer.adapter.mutation("by hand"), torch.no_grad():
+        trained.w.fill_(9.0)
+        trained.bias.fill_(10.0)
+    writer.publish(2)
+    reader.update(2, verify="installed")
+    live = engine.live_tensors()
+    lost = {name for name, tensor in live.items() if bool(tensor.isnan().any())}
+    assert lost == own.keys() == {"rope"}
+    for name, tensor in own.items():
+        live[name].copy_(tensor)
+    found = {name: tensor.unique().tolist() for name, tensor in live.items()}
+    assert found == {"w": [9.0], "bias": [10.0], "steps": [7], "rope": [-1.0]}
 
 
 def test_a_buffer_that_only_one_side_saves_is_named(job: Job) -> None:
